@@ -1,0 +1,1 @@
+"""The contracts that every room may import: protocols, messages between processes, errors."""

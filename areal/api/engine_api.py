@@ -1,0 +1,62 @@
+"""What an inference engine and a training engine promise. Variants are new classes; one conformance suite runs on each."""
+
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from areal.api.io_struct import ModelRequest, ModelResponse
+
+
+@dataclass(frozen=True)
+class WeightUpdate:
+    """New weights, laid out flat in a file that both sides map."""
+
+    version: int
+    digest: str
+    path: str
+    """A file of float32 values, the decoder's parameters in order; empty for engines that hold no weights."""
+
+
+@dataclass(frozen=True)
+class EngineHealth:
+    version: int
+    digest: str
+    running: int
+    """Requests being decoded."""
+    waiting: int
+    """Requests not yet begun."""
+    paused: bool
+
+
+@runtime_checkable
+class InferenceEngine(Protocol):
+    async def agenerate(self, req: ModelRequest) -> ModelResponse:
+        """Complete a prompt. Cancelling the call aborts the generation."""
+        ...
+
+    async def update_weights(self, update: WeightUpdate) -> None:
+        """Swap weights between two decode steps; running requests go on under the new ones."""
+        ...
+
+    async def pause(self) -> None:
+        """Produce no token until `resume`; requests stay."""
+        ...
+
+    async def resume(self) -> None: ...
+
+    async def health(self) -> EngineHealth: ...
+
+    async def aclose(self) -> None: ...
+
+
+class TrainEngine(Protocol):
+    """Holds the weights that learn. `batch` and `loss` are those of `areal.engine.training`."""
+
+    version: int
+
+    def logprobs(self, batch: Any) -> Any: ...
+
+    def train_batch(self, batch: Any, loss: Any) -> dict[str, float]: ...
+
+    def publish(self) -> WeightUpdate: ...
+
+    def save(self, directory: str) -> None: ...

@@ -1,0 +1,121 @@
+"""Every error a user can meet, one type per boundary that a failure crosses.
+
+ArealError
+├── ConfigError                 a setting is wrong                                  (config/errors.py)
+├── WorkflowError               a workflow cannot be found, made or called
+├── ModelError                  a model directory is missing or of another family
+├── DatasetError                tasks cannot be read
+├── RunExists                   a run of that name is there and is not to be overwritten
+├── EngineError                 the inference engine failed
+│   ├── RequestError            one request is impossible; the engine is fine
+│   │   └── ContextLengthError  prompt and answer do not fit the model's positions
+│   └── WeightMismatch          tokens came from weights that were never published
+├── ProcessDied                 a process of the run ended; says which and how
+├── NothingAccepted             every episode is rejected; says why
+└── EpisodeRejected             one episode yields no sample; carries its reason
+    ├── AgentFailed             the agent's own code raised
+    ├── EpisodeTimeout          it took longer than allowed
+    ├── RewardInvalid           the reward is no finite number, or names no completion
+    ├── RewardTimeout           the reward function was killed at its deadline
+    └── NoInteractions          the agent never called the model
+"""
+
+from areal.api.rejection import RejectReason
+from areal.config.errors import ArealError, ConfigError
+
+__all__ = [
+    "AgentFailed",
+    "ArealError",
+    "ConfigError",
+    "ContextLengthError",
+    "DatasetError",
+    "EngineError",
+    "EpisodeRejected",
+    "EpisodeTimeout",
+    "ModelError",
+    "NoInteractions",
+    "NothingAccepted",
+    "ProcessDied",
+    "RequestError",
+    "RewardInvalid",
+    "RewardTimeout",
+    "RunExists",
+    "WeightMismatch",
+    "WorkflowError",
+]
+
+
+class WorkflowError(ArealError):
+    """A workflow cannot be imported, constructed or called."""
+
+
+class ModelError(ArealError):
+    """A model directory is missing, broken, or of a family this package does not run."""
+
+
+class DatasetError(ArealError):
+    """Tasks cannot be read."""
+
+
+class RunExists(ArealError):
+    """A run of that name exists and must not be overwritten."""
+
+
+class EngineError(ArealError):
+    """The inference engine failed."""
+
+
+class RequestError(EngineError):
+    """One request is impossible as asked; the engine is fine."""
+
+
+class ContextLengthError(RequestError):
+    """Prompt and answer together do not fit the model's positions."""
+
+
+class WeightMismatch(EngineError):
+    """Tokens came from weights that the trainer never published."""
+
+
+class ProcessDied(ArealError):
+    """A process of the run ended when it should not have."""
+
+
+class NothingAccepted(ArealError):
+    """Every episode is rejected, so training would spin for ever."""
+
+
+class EpisodeRejected(ArealError):
+    """One episode yields no sample."""
+
+    reason = RejectReason.FILTERED
+
+
+class AgentFailed(EpisodeRejected):
+    """The agent's own code raised."""
+
+    reason = RejectReason.AGENT_ERROR
+
+
+class EpisodeTimeout(EpisodeRejected):
+    """The episode took longer than `rollout.agent.timeout_seconds`."""
+
+    reason = RejectReason.TIMEOUT
+
+
+class RewardInvalid(EpisodeRejected):
+    """The reward is not a finite number, or names a completion that does not exist."""
+
+    reason = RejectReason.REWARD_ERROR
+
+
+class RewardTimeout(EpisodeRejected):
+    """The reward function was killed at its deadline."""
+
+    reason = RejectReason.REWARD_TIMEOUT
+
+
+class NoInteractions(EpisodeRejected):
+    """The agent never called the model."""
+
+    reason = RejectReason.NO_INTERACTIONS

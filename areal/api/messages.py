@@ -1,0 +1,80 @@
+"""What travels between the driver, the rollout workers and the engine. Plain dataclasses; arrays are numpy."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from areal.api.rejection import RejectReason
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+@dataclass
+class Row:
+    """One training row: a prompt and the completions behind it. All arrays are 1-D and of one length."""
+
+    input_ids: Array
+    """int32"""
+    loss_mask: Array
+    """bool: True on sampled tokens that are to be trained."""
+    logprobs: Array
+    """float32: the sampler's, 0 on prompt."""
+    versions: Array
+    """int32: weight version of each sampled token, -1 on prompt."""
+    returns: Array
+    """float32: the return of the completion that a token belongs to, 0 on prompt."""
+    completion_index: Array
+    """int32: which completion of the episode a token belongs to, -1 on prompt."""
+    temperatures: Array
+    """float32: what the logits were divided by, 1 on prompt."""
+    reward: float
+    """Raw reward of the row's last completion."""
+    recompute_logprobs: bool = False
+    """True where the workflow reported no log-probs, so the trainer computes them."""
+    truncated: bool = False
+    """The last completion ended for length."""
+
+
+@dataclass
+class Episode:
+    """What one accepted episode leaves."""
+
+    rows: list[Row]
+    reward: float
+    """Sum of the raw rewards given in it."""
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    """The conversation as a person reads it."""
+    stats: dict[str, float] = field(default_factory=dict)
+    calls: int = 0
+    seconds: float = 0.0
+
+
+@dataclass
+class Rejection:
+    reason: RejectReason
+    detail: str
+    """One line."""
+    trace: str = ""
+    """The user's traceback, if their code raised."""
+
+
+@dataclass
+class GroupTask:
+    """A task to be run `n_samples` times."""
+
+    task_id: int
+    data: bytes
+    """The task's dict, pickled."""
+    n_samples: int
+    is_eval: bool = False
+    greedy: bool = False
+
+
+@dataclass
+class GroupResult:
+    task_id: int
+    episodes: list[Episode]
+    rejections: list[Rejection]
+    digests: dict[int, str]
+    """Digest the engine reported for each weight version behind these episodes."""

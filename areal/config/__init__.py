@@ -1,0 +1,1 @@
+"""Settings as small dataclasses, one file per owner, and the loader that fills them. Imports no torch."""

@@ -1,0 +1,74 @@
+"""The model that learns, and how it is optimised."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from areal.config.errors import require
+
+
+@dataclass
+class OptimizerConfig:
+    lr: float = 2e-4
+    beta1: float = 0.9
+    beta2: float = 0.99
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    warmup_steps: int = 10
+    """Steps over which the learning rate rises linearly from near 0."""
+    lr_scheduler: Literal["constant", "cosine"] = "constant"
+    """constant, or cosine = falls to a tenth over the run."""
+    gradient_clipping: float = 1.0
+    """Largest gradient norm; 0 = no clipping."""
+
+    def __post_init__(self) -> None:
+        require(self.lr > 0, f"optimizer.lr must be > 0, got {self.lr}")
+        require(self.gradient_clipping >= 0, f"optimizer.gradient_clipping must be >= 0, got {self.gradient_clipping}")
+        require(self.warmup_steps >= 0, f"optimizer.warmup_steps must be >= 0, got {self.warmup_steps}")
+
+
+@dataclass
+class ActorConfig:
+    path: str = "builtin:tiny-math"
+    """A Hugging Face directory or id, or `builtin:NAME` for a model this package makes itself."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    max_tokens_per_mb: int = 16384
+    """Tokens in one forward and backward pass; bounds memory, does not change the result."""
+    ppo_n_minibatches: int = 1
+    """Optimizer steps per batch."""
+    eps_clip: float = 0.2
+    """The policy ratio is clipped below 1 - eps_clip."""
+    eps_clip_higher: float | None = None
+    """The policy ratio is clipped above 1 + this; None = eps_clip."""
+    kl_ctl: float = 0.0
+    """Weight of the KL penalty against the reference model `ref.path`."""
+    adv_norm: Literal["none", "group", "batch"] = "none"
+    """What the centred advantage is divided by: nothing, its group's or the batch's standard deviation."""
+    group_baseline: Literal["mean", "none"] = "mean"
+    """What a completion's return is compared with: the mean of its group, or nothing."""
+    loss_norm: Literal["token", "completion"] = "token"
+    """The loss is a mean over tokens, or over completions of their token means."""
+    use_decoupled_loss: bool = False
+    """Clip around recomputed log-probs of the policy before the update, and weigh by its ratio to the behaviour policy."""
+    behave_imp_weight_cap: float | None = 5.0
+    """Decoupled loss: tokens whose behaviour weight exceeds this are left out; None = none are."""
+    recompute_logprob: bool = False
+    """Recompute behaviour log-probs in the trainer instead of using the sampler's."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.path != "", "actor.path must name a model; use builtin:tiny-math for the one that needs no download"
+        )
+        require(0 < self.eps_clip < 1, f"actor.eps_clip must lie in (0, 1), got {self.eps_clip}")
+        require(
+            self.eps_clip_higher is None or self.eps_clip_higher > 0,
+            f"actor.eps_clip_higher must be > 0, got {self.eps_clip_higher}; leave it out to use eps_clip",
+        )
+        require(self.kl_ctl >= 0, f"actor.kl_ctl must be >= 0, got {self.kl_ctl}")
+        require(self.max_tokens_per_mb >= 1, f"actor.max_tokens_per_mb must be >= 1, got {self.max_tokens_per_mb}")
+        require(self.ppo_n_minibatches >= 1, f"actor.ppo_n_minibatches must be >= 1, got {self.ppo_n_minibatches}")
+
+
+@dataclass
+class ReferenceConfig:
+    path: str = ""
+    """The frozen model that the KL penalty measures against; usually the same as actor.path."""

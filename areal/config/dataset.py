@@ -1,0 +1,24 @@
+"""Where tasks come from."""
+
+from dataclasses import dataclass
+
+from areal.config.errors import require
+
+
+@dataclass
+class DatasetConfig:
+    path: str = ""
+    """`builtin:NAME`, or a .jsonl file with one task per line."""
+    split: str = ""
+    """train, valid or test of a built-in task; empty = train for train_dataset, test for valid_dataset."""
+    size: int | None = None
+    """Use this many tasks only; None = all."""
+    batch_size: int = 32
+    """Tasks per training step (each runs gconfig.n_samples episodes)."""
+    shuffle: bool = True
+
+    def __post_init__(self) -> None:
+        require(self.batch_size >= 1, f"dataset.batch_size must be >= 1, got {self.batch_size}")
+        require(
+            self.size is None or self.size >= 1, f"dataset.size must be >= 1, got {self.size}; leave it out for all"
+        )

@@ -1,0 +1,92 @@
+"""A whole experiment: what `--config FILE` fills."""
+
+from dataclasses import dataclass, field
+
+from areal.config.actor import ActorConfig, OptimizerConfig, ReferenceConfig
+from areal.config.dataset import DatasetConfig
+from areal.config.errors import require
+from areal.config.generation import GenerationHyperparameters
+from areal.config.rollout import RolloutConfig
+from areal.config.upkeep import EvaluatorConfig, RecoverConfig, SaverConfig, SchedulerConfig
+
+
+@dataclass
+class ExperimentConfig:
+    experiment_name: str = "experiment"
+    trial_name: str | None = None
+    """None = a new name made from the time; a given name resumes the run that has it."""
+    output_dir: str = "runs"
+    """The run directory is output_dir/experiment_name/trial_name."""
+    seed: int = 1
+    total_train_steps: int | None = None
+    """Stop after this many steps; None = total_train_epochs decides."""
+    total_train_epochs: int = 1
+    tokenizer_path: str = ""
+    """Empty = the actor's own."""
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    train_dataset: DatasetConfig = field(default_factory=DatasetConfig)
+    valid_dataset: DatasetConfig = field(default_factory=DatasetConfig)
+    evaluator: EvaluatorConfig = field(default_factory=EvaluatorConfig)
+    saver: SaverConfig = field(default_factory=SaverConfig)
+    recover: RecoverConfig = field(default_factory=RecoverConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+
+    def __post_init__(self) -> None:
+        for name in ("experiment_name", "trial_name"):
+            value = getattr(self, name)
+            if value is not None:
+                require(
+                    value not in ("", ".", "..") and "/" not in value,
+                    f"{name} must be a plain directory name, got {value!r}",
+                )
+        require(
+            self.total_train_steps is None or self.total_train_steps >= 1,
+            f"total_train_steps must be >= 1, got {self.total_train_steps}",
+        )
+        require(self.total_train_epochs >= 1, f"total_train_epochs must be >= 1, got {self.total_train_epochs}")
+
+
+@dataclass
+class PPOConfig(ExperimentConfig):
+    """Policy-gradient training of an agent's model."""
+
+    workflow: str = ""
+    """Import string of the agent or workflow, for `areal train`; a script passes its own to trainer.train()."""
+    gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    ref: ReferenceConfig = field(default_factory=ReferenceConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.actor.kl_ctl == 0 or self.ref.path != "",
+            f"actor.kl_ctl={self.actor.kl_ctl} needs a reference model; set ref.path (usually {self.actor.path}) or actor.kl_ctl=0",
+        )
+        require(
+            self.actor.adv_norm != "group" or self.gconfig.n_samples > 1,
+            "actor.adv_norm=group needs gconfig.n_samples > 1, got 1; one sample has no spread",
+        )
+        require(
+            self.actor.group_baseline != "mean" or self.gconfig.n_samples > 1,
+            "actor.group_baseline=mean with gconfig.n_samples=1 makes every advantage 0; "
+            "set gconfig.n_samples > 1 or actor.group_baseline=none",
+        )
+        require(
+            self.actor.ppo_n_minibatches <= self.train_dataset.batch_size,
+            f"actor.ppo_n_minibatches={self.actor.ppo_n_minibatches} exceeds "
+            f"train_dataset.batch_size={self.train_dataset.batch_size}; a minibatch needs at least one group",
+        )
+
+
+@dataclass
+class GRPOConfig(PPOConfig):
+    """PPOConfig with GRPO's group sampling as the default."""
+
+    gconfig: GenerationHyperparameters = field(default_factory=lambda: GenerationHyperparameters(n_samples=8))
+
+
+@dataclass
+class SFTConfig(ExperimentConfig):
+    """Supervised fine-tuning on conversations."""
+
+    actor: ActorConfig = field(default_factory=lambda: ActorConfig(optimizer=OptimizerConfig(lr=1e-3)))

@@ -1,0 +1,55 @@
+"""How episodes are run: how many, how stale, and how an agent reaches the policy."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from areal.config.errors import require
+
+
+@dataclass
+class AgentConfig:
+    mode: Literal["inline"] = "inline"
+    """Where an agent runs: inline = in the rollout worker's event loop."""
+    timeout_seconds: float = 600.0
+    """An episode that takes longer is cancelled and rejected as `timeout`."""
+    turn_discount: float = 1.0
+    """What a later turn's return is worth to the turn before it."""
+    export_style: Literal["individual", "concat"] = "individual"
+    """individual = a row per completion; concat = a row per conversation leaf."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.timeout_seconds > 0, f"rollout.agent.timeout_seconds must be > 0 seconds, got {self.timeout_seconds}"
+        )
+        require(
+            0 <= self.turn_discount <= 1, f"rollout.agent.turn_discount must lie in [0, 1], got {self.turn_discount}"
+        )
+
+
+@dataclass
+class RolloutConfig:
+    max_head_offpolicyness: int = 2
+    """How many versions a trained sample may lag behind the policy; 0 = synchronous."""
+    max_concurrent_rollouts: int = 256
+    """Episodes running at once."""
+    max_idle_rejections: int = 512
+    """Rejected episodes in a row, with none accepted, before the run stops with the cause."""
+    num_workers: int = 1
+    """Processes that run episodes."""
+    in_process: bool = False
+    """Run the episodes inside the driver, for breakpoints and tests."""
+    agent: AgentConfig = field(default_factory=AgentConfig)
+
+    def __post_init__(self) -> None:
+        require(
+            self.max_head_offpolicyness >= 0,
+            f"rollout.max_head_offpolicyness must be >= 0, got {self.max_head_offpolicyness}; "
+            "use 0 for synchronous training",
+        )
+        for name in ("max_concurrent_rollouts", "max_idle_rejections", "num_workers"):
+            value = getattr(self, name)
+            require(value >= 1, f"rollout.{name} must be >= 1, got {value}")
+        require(
+            not self.in_process or self.num_workers == 1,
+            f"rollout.in_process runs one worker inside the driver, got rollout.num_workers={self.num_workers}; set it to 1",
+        )

@@ -1,0 +1,45 @@
+"""What happens beside the training steps: evaluation, checkpoints, recovery, placement."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from areal.config.errors import require
+
+
+@dataclass
+class EvaluatorConfig:
+    freq_steps: int | None = None
+    """Evaluate on valid_dataset every this many steps, beside before the first and after the last; None = only those."""
+    greedy: bool = True
+    """Also measure greedy success, before the first and after the last step."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.freq_steps is None or self.freq_steps >= 1, f"evaluator.freq_steps must be >= 1, got {self.freq_steps}"
+        )
+
+
+@dataclass
+class SaverConfig:
+    freq_steps: int | None = 50
+    """Write a checkpoint every this many steps, beside after the last and on Ctrl-C; None = only those."""
+    keep: int = 2
+    """Checkpoints kept; older ones are removed after a newer one is complete."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.freq_steps is None or self.freq_steps >= 1, f"saver.freq_steps must be >= 1, got {self.freq_steps}"
+        )
+        require(self.keep >= 1, f"saver.keep must be >= 1, got {self.keep}")
+
+
+@dataclass
+class RecoverConfig:
+    mode: Literal["auto", "off"] = "auto"
+    """An unfinished run of the same name is resumed (auto) or refused (off). A finished one is always refused."""
+
+
+@dataclass
+class SchedulerConfig:
+    type: Literal["local"] = "local"
+    """Who places the processes: local = this machine."""
