@@ -21,9 +21,9 @@ class OptimizerConfig:
     """Largest gradient norm; 0 = no clipping."""
 
     def __post_init__(self) -> None:
-        require(self.lr > 0, f"optimizer.lr must be > 0, got {self.lr}")
-        require(self.gradient_clipping >= 0, f"optimizer.gradient_clipping must be >= 0, got {self.gradient_clipping}")
-        require(self.warmup_steps >= 0, f"optimizer.warmup_steps must be >= 0, got {self.warmup_steps}")
+        require(self.lr > 0, f"lr must be > 0, got {self.lr}")
+        require(self.gradient_clipping >= 0, f"gradient_clipping must be >= 0, got {self.gradient_clipping}")
+        require(self.warmup_steps >= 0, f"warmup_steps must be >= 0, got {self.warmup_steps}")
 
 
 @dataclass
@@ -48,24 +48,22 @@ class ActorConfig:
     loss_norm: Literal["token", "completion"] = "token"
     """The loss is a mean over tokens, or over completions of their token means."""
     use_decoupled_loss: bool = False
-    """Clip around recomputed log-probs of the policy before the update, and weigh by its ratio to the behaviour policy."""
+    """Clip around recomputed log-probs of the policy before the update, and weigh by its ratio to the sampler."""
     behave_imp_weight_cap: float | None = 5.0
     """Decoupled loss: tokens whose behaviour weight exceeds this are left out; None = none are."""
     recompute_logprob: bool = False
     """Recompute behaviour log-probs in the trainer instead of using the sampler's."""
 
     def __post_init__(self) -> None:
-        require(
-            self.path != "", "actor.path must name a model; use builtin:tiny-math for the one that needs no download"
-        )
-        require(0 < self.eps_clip < 1, f"actor.eps_clip must lie in (0, 1), got {self.eps_clip}")
+        require(self.path != "", "path must name a model; use builtin:tiny-math for the one that needs no download")
+        require(0 < self.eps_clip < 1, f"eps_clip must lie in (0, 1), got {self.eps_clip}")
         require(
             self.eps_clip_higher is None or self.eps_clip_higher > 0,
-            f"actor.eps_clip_higher must be > 0, got {self.eps_clip_higher}; leave it out to use eps_clip",
+            f"eps_clip_higher must be > 0, got {self.eps_clip_higher}; leave it out to use eps_clip",
         )
-        require(self.kl_ctl >= 0, f"actor.kl_ctl must be >= 0, got {self.kl_ctl}")
-        require(self.max_tokens_per_mb >= 1, f"actor.max_tokens_per_mb must be >= 1, got {self.max_tokens_per_mb}")
-        require(self.ppo_n_minibatches >= 1, f"actor.ppo_n_minibatches must be >= 1, got {self.ppo_n_minibatches}")
+        require(self.kl_ctl >= 0, f"kl_ctl must be >= 0, got {self.kl_ctl}")
+        require(self.max_tokens_per_mb >= 1, f"max_tokens_per_mb must be >= 1, got {self.max_tokens_per_mb}")
+        require(self.ppo_n_minibatches >= 1, f"ppo_n_minibatches must be >= 1, got {self.ppo_n_minibatches}")
 
 
 @dataclass

@@ -18,7 +18,5 @@ class DatasetConfig:
     shuffle: bool = True
 
     def __post_init__(self) -> None:
-        require(self.batch_size >= 1, f"dataset.batch_size must be >= 1, got {self.batch_size}")
-        require(
-            self.size is None or self.size >= 1, f"dataset.size must be >= 1, got {self.size}; leave it out for all"
-        )
+        require(self.batch_size >= 1, f"batch_size must be >= 1, got {self.batch_size}")
+        require(self.size is None or self.size >= 1, f"size must be >= 1, got {self.size}; leave it out for all")

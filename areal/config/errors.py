@@ -16,6 +16,9 @@ class ConfigError(ArealError, ValueError):
 
 
 def require(condition: bool, message: str) -> None:
-    """Raise `ConfigError(message)` unless `condition` holds."""
+    """Raise `ConfigError(message)` unless `condition` holds.
+
+    A dataclass's message opens with the field's own name; the loader puts the section's name before it.
+    """
     if not condition:
         raise ConfigError(message)

@@ -60,7 +60,8 @@ class PPOConfig(ExperimentConfig):
         super().__post_init__()
         require(
             self.actor.kl_ctl == 0 or self.ref.path != "",
-            f"actor.kl_ctl={self.actor.kl_ctl} needs a reference model; set ref.path (usually {self.actor.path}) or actor.kl_ctl=0",
+            f"actor.kl_ctl={self.actor.kl_ctl} needs a reference model; "
+            f"set ref.path (usually {self.actor.path}) or actor.kl_ctl=0",
         )
         require(
             self.actor.adv_norm != "group" or self.gconfig.n_samples > 1,

@@ -27,15 +27,15 @@ class GenerationHyperparameters:
     """Makes one request reproducible; None = a fresh seed for each."""
 
     def __post_init__(self) -> None:
-        require(self.n_samples >= 1, f"gconfig.n_samples must be >= 1, got {self.n_samples}")
-        require(self.max_new_tokens >= 1, f"gconfig.max_new_tokens must be >= 1, got {self.max_new_tokens}")
+        require(self.n_samples >= 1, f"n_samples must be >= 1, got {self.n_samples}")
+        require(self.max_new_tokens >= 1, f"max_new_tokens must be >= 1, got {self.max_new_tokens}")
         require(
             0 <= self.min_new_tokens <= self.max_new_tokens,
-            f"gconfig.min_new_tokens must lie in [0, max_new_tokens={self.max_new_tokens}], got {self.min_new_tokens}",
+            f"min_new_tokens must lie in [0, max_new_tokens={self.max_new_tokens}], got {self.min_new_tokens}",
         )
-        require(self.temperature >= 0, f"gconfig.temperature must be >= 0, got {self.temperature}; use 0 for greedy")
-        require(0 < self.top_p <= 1, f"gconfig.top_p must lie in (0, 1], got {self.top_p}; use 1 for no limit")
-        require(self.top_k >= 0, f"gconfig.top_k must be >= 0, got {self.top_k}; use 0 for no limit")
+        require(self.temperature >= 0, f"temperature must be >= 0, got {self.temperature}; use 0 for greedy")
+        require(0 < self.top_p <= 1, f"top_p must lie in (0, 1], got {self.top_p}; use 1 for no limit")
+        require(self.top_k >= 0, f"top_k must be >= 0, got {self.top_k}; use 0 for no limit")
 
     def new(self, **overrides: Any) -> "GenerationHyperparameters":
         """A copy with some fields changed."""

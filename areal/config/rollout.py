@@ -18,12 +18,8 @@ class AgentConfig:
     """individual = a row per completion; concat = a row per conversation leaf."""
 
     def __post_init__(self) -> None:
-        require(
-            self.timeout_seconds > 0, f"rollout.agent.timeout_seconds must be > 0 seconds, got {self.timeout_seconds}"
-        )
-        require(
-            0 <= self.turn_discount <= 1, f"rollout.agent.turn_discount must lie in [0, 1], got {self.turn_discount}"
-        )
+        require(self.timeout_seconds > 0, f"timeout_seconds must be > 0 seconds, got {self.timeout_seconds}")
+        require(0 <= self.turn_discount <= 1, f"turn_discount must lie in [0, 1], got {self.turn_discount}")
 
 
 @dataclass
@@ -43,13 +39,12 @@ class RolloutConfig:
     def __post_init__(self) -> None:
         require(
             self.max_head_offpolicyness >= 0,
-            f"rollout.max_head_offpolicyness must be >= 0, got {self.max_head_offpolicyness}; "
-            "use 0 for synchronous training",
+            f"max_head_offpolicyness must be >= 0, got {self.max_head_offpolicyness}; use 0 for synchronous training",
         )
         for name in ("max_concurrent_rollouts", "max_idle_rejections", "num_workers"):
             value = getattr(self, name)
-            require(value >= 1, f"rollout.{name} must be >= 1, got {value}")
+            require(value >= 1, f"{name} must be >= 1, got {value}")
         require(
             not self.in_process or self.num_workers == 1,
-            f"rollout.in_process runs one worker inside the driver, got rollout.num_workers={self.num_workers}; set it to 1",
+            f"in_process runs one worker inside the driver, got num_workers={self.num_workers}; set it to 1",
         )

@@ -9,14 +9,12 @@ from areal.config.errors import require
 @dataclass
 class EvaluatorConfig:
     freq_steps: int | None = None
-    """Evaluate on valid_dataset every this many steps, beside before the first and after the last; None = only those."""
+    """Evaluate on valid_dataset every this many steps, and before the first and after the last; None = only those."""
     greedy: bool = True
     """Also measure greedy success, before the first and after the last step."""
 
     def __post_init__(self) -> None:
-        require(
-            self.freq_steps is None or self.freq_steps >= 1, f"evaluator.freq_steps must be >= 1, got {self.freq_steps}"
-        )
+        require(self.freq_steps is None or self.freq_steps >= 1, f"freq_steps must be >= 1, got {self.freq_steps}")
 
 
 @dataclass
@@ -27,10 +25,8 @@ class SaverConfig:
     """Checkpoints kept; older ones are removed after a newer one is complete."""
 
     def __post_init__(self) -> None:
-        require(
-            self.freq_steps is None or self.freq_steps >= 1, f"saver.freq_steps must be >= 1, got {self.freq_steps}"
-        )
-        require(self.keep >= 1, f"saver.keep must be >= 1, got {self.keep}")
+        require(self.freq_steps is None or self.freq_steps >= 1, f"freq_steps must be >= 1, got {self.freq_steps}")
+        require(self.keep >= 1, f"keep must be >= 1, got {self.keep}")
 
 
 @dataclass

@@ -1,0 +1,58 @@
+# The same few verbs on a laptop and in CI. Each does all of its own set-up; PYTHON chooses the interpreter.
+#
+#   make demo [ARGS="seed=2"]   train the built-in model with an unmodified agent and show the result
+#   make test [ARGS="-k name"]  run the tests
+#   make lint                   ruff (rules and format) and the type checker
+#   make venv                   only the environment that `make test` and `make lint` use
+#   make clean                  remove the environment and caches; runs/ is kept
+
+PYTHON ?= python3
+BIN := .venv/bin
+# torch comes first and pinned, so that no other package's requirement can pull in another build of it.
+TORCH := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help demo test lint venv clean
+.DELETE_ON_ERROR:
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+demo: .venv/.installed
+	@$(BIN)/python examples/agent_workflow/train.py --config examples/agent_workflow/config.yaml scheduler.type=local $(ARGS)
+
+test: .venv/.installed-dev
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: .venv/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+venv: .venv/.installed-dev
+
+clean:
+	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.venv/.made:
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"areal needs Python 3.11 or newer, {sys.executable} is {v[0]}.{v[1]}; run make PYTHON=python3.11")'
+	@echo "making .venv"
+	@$(PYTHON) -m venv --clear .venv
+	@touch $@
+
+.venv/.torch: .venv/.made
+	@echo "installing $(TORCH)"
+	@$(BIN)/python -m pip install -qq $(TORCH)
+	@echo "$(TORCH)" > $@
+
+.venv/.installed: pyproject.toml | .venv/.torch
+	@echo "installing areal and what it needs"
+	@$(BIN)/python -m pip install -qq $(TORCH) -e .
+	@touch $@
+
+.venv/.installed-dev: pyproject.toml | .venv/.torch
+	@echo "installing areal with the tools for tests"
+	@$(BIN)/python -m pip install -qq $(TORCH) -e '.[dev]'
+	@touch $@ .venv/.installed

@@ -1,0 +1,138 @@
+"""Call a reward function from an episode without letting it hang, crash or block the run.
+
+A synchronous function runs in a worker process that is killed at the deadline and replaced. An asynchronous one is
+awaited in the caller's event loop with the same deadline. The value it returns is passed on as it is: whether it is a
+reward is decided where rewards are given.
+"""
+
+import asyncio
+import inspect
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
+from typing import Any
+
+from areal.api.errors import RewardInvalid, RewardTimeout
+from areal.config.errors import require
+from areal.utils.logging import getLogger
+from areal.utils.process_call import function_name
+from areal.utils.process_pool import CallCrashed, CallError, CallFailed, CallTimeout, Limits, PackedFunction
+from areal.utils.process_shared import SHARED
+
+__all__ = ["AsyncRewardWrapper", "Limits", "Outcome", "Reject", "Value"]
+
+
+@dataclass(frozen=True)
+class Reject:
+    """A failed call rejects its episode, by `RewardTimeout` or `RewardInvalid`."""
+
+
+@dataclass(frozen=True)
+class Value:
+    """A failed call counts as this value."""
+
+    value: Any
+
+
+class Outcome(StrEnum):
+    OK = "ok"
+    """The function returned."""
+    TIMEOUT = "timeout"
+    """It was killed or cancelled at its deadline."""
+    CRASH = "crash"
+    """Its process ended under it."""
+    EXCEPTION = "exception"
+    """It raised, or could not be sent to a process."""
+    RETRY = "retry"
+    """A failed attempt that was followed by another; every call ends as one of the above."""
+
+
+class AsyncRewardWrapper:
+    """`await wrapper(*args, **kwargs)` is `reward_fn(*args, **kwargs)`, or a typed failure by the deadline.
+
+    Cheap to make and picklable: worker processes are shared by all wrappers of a process and start with the first call.
+    """
+
+    def __init__(
+        self,
+        reward_fn: Callable[..., Any],
+        timeout_seconds: float = 15,
+        max_workers: int | None = None,
+        max_retries: int = 0,
+        *,
+        on_failure: Reject | Value = Reject(),  # noqa: B008  (frozen)
+        limits: Limits | None = None,
+    ) -> None:
+        """`max_workers=None` is one process per core; `limits=None` gives each a fair share of the machine's memory."""
+        require(callable(reward_fn), f"reward_fn must be callable, got {reward_fn!r}")
+        require(timeout_seconds > 0, f"timeout_seconds must be > 0, got {timeout_seconds}")
+        require(max_workers is None or max_workers >= 1, f"max_workers must be >= 1, got {max_workers}; None = cores")
+        require(max_retries >= 0, f"max_retries must be >= 0, got {max_retries}")
+        self.reward_fn = reward_fn
+        self.timeout_seconds = timeout_seconds
+        self.max_workers = max_workers
+        self.max_retries = max_retries
+        self.on_failure = on_failure
+        self.limits = limits
+        self.counts: Counter[str] = Counter()
+        """Calls of this process by `Outcome`."""
+        self._packed: PackedFunction | None = None
+
+    async def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        attempt = self._await_in_loop if _is_async(self.reward_fn) else self._run_in_pool
+        for retries_left in range(self.max_retries, -1, -1):
+            try:
+                result = await attempt(*args, **kwargs)
+            except CallError as error:
+                failure = error
+            else:
+                self.counts[Outcome.OK] += 1
+                return result
+            if retries_left:
+                self.counts[Outcome.RETRY] += 1
+        return self._give_up(failure)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"counts": Counter(), "_packed": None}
+
+    async def _run_in_pool(self, *args: Any, **kwargs: Any) -> Any:
+        if self._packed is None:
+            self._packed = PackedFunction.of(self.reward_fn)
+        pool = SHARED.get(self.max_workers, self.limits)
+        return await asyncio.wrap_future(pool.submit(self._packed, args, kwargs, timeout_seconds=self.timeout_seconds))
+
+    async def _await_in_loop(self, *args: Any, **kwargs: Any) -> Any:
+        name = function_name(self.reward_fn)
+        deadline = asyncio.timeout(self.timeout_seconds)
+        try:
+            async with deadline:
+                return await self.reward_fn(*args, **kwargs)
+        except Exception as error:
+            if deadline.expired() and isinstance(error, TimeoutError):
+                raise CallTimeout(f"{name} was cancelled after {self.timeout_seconds:g} s") from error
+            raise CallFailed(name, type(error).__qualname__, str(error)) from error
+
+    def _give_up(self, failure: CallError) -> Any:
+        outcome = _outcome(failure)
+        self.counts[outcome] += 1
+        if isinstance(self.on_failure, Value):
+            if self.counts[outcome] == 1:
+                text = "reward function failed (%s); it and further ones like it count as %r: %s"
+                getLogger("reward").warning(text, outcome, self.on_failure.value, failure)
+            return self.on_failure.value
+        rejection = RewardTimeout if outcome is Outcome.TIMEOUT else RewardInvalid
+        raise rejection(f"reward function {failure}") from failure
+
+
+def _outcome(failure: CallError) -> Outcome:
+    if isinstance(failure, CallTimeout):
+        return Outcome.TIMEOUT
+    return Outcome.CRASH if isinstance(failure, CallCrashed) else Outcome.EXCEPTION
+
+
+def _is_async(function: Callable[..., Any]) -> bool:
+    while isinstance(function, partial):
+        function = function.func
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004

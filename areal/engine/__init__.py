@@ -1,0 +1,1 @@
+"""Run and train the model, and make the built-in one."""

@@ -1,0 +1,85 @@
+"""What the built-in model is warmed up on: short conversations that show the form of an answer, and half of the skill.
+
+Lessons only use training problems. They cover plain answers, a second try after a wrong one, and calculator calls, so
+that agents of every shape begin with some success.
+"""
+
+import random
+from collections.abc import Iterator
+from itertools import cycle
+from typing import Any
+
+from areal.dataset.procedural import TASKS, Problem
+
+RETRY = "That is wrong. Try again."
+
+CALCULATOR_TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": description,
+            "parameters": {
+                "properties": {
+                    "a": {"title": "A", "type": "integer"},
+                    "b": {"title": "B", "type": "integer"},
+                },
+                "required": ["a", "b"],
+                "title": f"{name}_args",
+                "type": "object",
+                "additionalProperties": False,
+            },
+            "strict": True,
+        },
+    }
+    for name, description in (("add", "Add two integers."), ("multiply", "Multiply two integers."))
+]
+"""Tool schemas as the OpenAI Agents SDK writes them for two-integer functions."""
+
+Lesson = tuple[list[dict[str, Any]], list[dict[str, Any]] | None]
+"""Messages, of which the assistant's are learned, and tools."""
+
+
+def lessons(seed: int) -> Iterator[Lesson]:
+    """An endless stream: mostly sorting, some sums, some second tries, a few tool calls."""
+    draw = random.Random(seed)
+    sorting = cycle(list(TASKS["sort-digits"].problems("train", seed)))
+    sums = cycle(list(TASKS["sums"].problems("train", seed)))
+    while True:
+        kind = draw.random()
+        if kind < 0.68:
+            yield plain(next(sorting)), None
+        elif kind < 0.80:
+            yield plain(next(sums)), None
+        elif kind < 0.94:
+            yield second_try(next(sorting), draw), None
+        else:
+            yield tool_use(next(sums)), CALCULATOR_TOOLS
+
+
+def plain(problem: Problem) -> list[dict[str, Any]]:
+    return [*problem.as_task()["messages"], {"role": "assistant", "content": problem.answer}]
+
+
+def second_try(problem: Problem, draw: random.Random) -> list[dict[str, Any]]:
+    """A wrong answer that is not learned, the rebuke, the right answer."""
+    wrong = list(problem.answer)
+    draw.shuffle(wrong)
+    return [
+        *problem.as_task()["messages"],
+        {"role": "assistant", "content": "".join(wrong), "learn": False},
+        {"role": "user", "content": RETRY},
+        {"role": "assistant", "content": problem.answer},
+    ]
+
+
+def tool_use(problem: Problem) -> list[dict[str, Any]]:
+    """A sum done with the calculator."""
+    first, second = problem.question.removeprefix("What is ").removesuffix("?").split(" + ")
+    call = {"name": "add", "arguments": f'{{"a": {first}, "b": {second}}}'}
+    return [
+        *problem.as_task()["messages"],
+        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]},
+        {"role": "tool", "content": problem.answer},
+        {"role": "assistant", "content": problem.answer},
+    ]

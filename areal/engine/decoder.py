@@ -1,0 +1,152 @@
+"""The one decoder of this package: Llama, Qwen2 and Qwen3 in plain torch, used by the engine and by the trainer.
+
+Tokens are a flat dimension T without padding. How they see each other is the caller's business: `attend` receives each
+layer's queries, keys and values, so the trainer passes packed sequences and the engine its key-value cache, and both
+compute the same numbers. All parameters are views of one flat buffer, so weights are copied, hashed and stepped whole.
+
+Shapes: T tokens, D hidden, H heads, K key-value heads, E head dimension, V vocabulary.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from areal.engine.architecture import Architecture, rotary_frequencies
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""(layer, q[T,H,E], k[T,K,E], v[T,K,E]) -> [T,H,E]"""
+
+
+class Layer:
+    """Parameters of one block, as views of the decoder's flat buffer."""
+
+    def __init__(self, take: "Callable[[str], Tensor | None]", index: int) -> None:
+        def need(name: str) -> Tensor:
+            tensor = take(f"layers.{index}.{name}")
+            assert tensor is not None, name
+            return tensor
+
+        self.attention_norm = need("attention_norm")
+        self.qkv = need("qkv")
+        self.qkv_bias = take(f"layers.{index}.qkv_bias")
+        self.q_norm = take(f"layers.{index}.q_norm")
+        self.k_norm = take(f"layers.{index}.k_norm")
+        self.output = need("output")
+        self.output_bias = take(f"layers.{index}.output_bias")
+        self.mlp_norm = need("mlp_norm")
+        self.gate_up = need("gate_up")
+        self.down = need("down")
+
+
+class Decoder:
+    """A causal language model on one flat float32 buffer."""
+
+    def __init__(self, architecture: Architecture, flat: Tensor | None = None, flat_grad: Tensor | None = None) -> None:
+        """Views of `flat` become the parameters; with `flat_grad` they are leaves whose gradients gather there."""
+        self.architecture = architecture
+        shapes = parameter_shapes(architecture)
+        size = sum(shape.numel() for shape in shapes.values())
+        self.flat = torch.zeros(size) if flat is None else flat
+        assert self.flat.numel() == size, (self.flat.numel(), size)
+        self.parameters: dict[str, Tensor] = {}
+        for name, view, span in _spans(self.flat, shapes):
+            if flat_grad is not None:
+                view.requires_grad_()
+                view.grad = flat_grad[span].view(shapes[name])
+            self.parameters[name] = view
+        self.embedding = self.parameters["embedding"]
+        self.head = self.parameters.get("head", self.embedding)
+        self.final_norm = self.parameters["final_norm"]
+        self.layers = [Layer(self.parameters.get, i) for i in range(architecture.num_layers)]
+        self._cos, self._sin = _rotary_tables(architecture)
+
+    def hidden(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Final hidden states [T,D] of `ids[T]` at `positions[T]`."""
+        cos, sin = self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
+        h = F.embedding(ids, self.embedding)
+        for index, layer in enumerate(self.layers):
+            h = h + self._attention(layer, index, h, cos, sin, attend)
+            h = h + self._mlp(layer, h)
+        return self._norm(h, self.final_norm)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., D] -> [..., V]"""
+        return F.linear(hidden, self.head)
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), weight, self.architecture.norm_eps)
+
+    def _attention(self, layer: Layer, index: int, h: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        a = self.architecture
+        qkv = F.linear(self._norm(h, layer.attention_norm), layer.qkv, layer.qkv_bias)
+        q, k, v = qkv.view(-1, a.num_heads + 2 * a.num_kv_heads, a.head_dim).split(
+            (a.num_heads, a.num_kv_heads, a.num_kv_heads), dim=1
+        )
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q, k = self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)
+        mixed = attend(index, _rotate(q, cos, sin), _rotate(k, cos, sin), v)
+        return F.linear(mixed.reshape(h.shape[0], -1), layer.output, layer.output_bias)
+
+    def _mlp(self, layer: Layer, h: Tensor) -> Tensor:
+        gate, up = F.linear(self._norm(h, layer.mlp_norm), layer.gate_up).chunk(2, dim=-1)
+        return F.linear(F.silu(gate) * up, layer.down)
+
+
+def parameter_shapes(a: Architecture) -> dict[str, torch.Size]:
+    """Names and shapes in the order of the flat buffer: matrices first, so that weight decay is one slice."""
+    d, e, ff = a.hidden_size, a.head_dim, a.intermediate_size
+    qkv_rows = (a.num_heads + 2 * a.num_kv_heads) * e
+    matrices = {"embedding": (a.vocab_size, d)}
+    vectors = {"final_norm": (d,)}
+    if not a.tied_embeddings:
+        matrices["head"] = (a.vocab_size, d)
+    for i in range(a.num_layers):
+        prefix = f"layers.{i}."
+        matrices |= {
+            prefix + "qkv": (qkv_rows, d),
+            prefix + "output": (d, a.num_heads * e),
+            prefix + "gate_up": (2 * ff, d),
+            prefix + "down": (d, ff),
+        }
+        vectors |= {prefix + "attention_norm": (d,), prefix + "mlp_norm": (d,)}
+        if a.qkv_bias:
+            vectors[prefix + "qkv_bias"] = (qkv_rows,)
+        if a.output_bias:
+            vectors[prefix + "output_bias"] = (d,)
+        if a.qk_norm:
+            vectors |= {prefix + "q_norm": (e,), prefix + "k_norm": (e,)}
+    return {name: torch.Size(shape) for name, shape in {**matrices, **vectors}.items()}
+
+
+def initialise(decoder: Decoder, generator: torch.Generator) -> None:
+    """Random weights: normals of deviation 0.02, smaller where a residual branch ends; norms 1, biases 0."""
+    depth_scale = (2 * decoder.architecture.num_layers) ** -0.5
+    with torch.no_grad():
+        for name, parameter in decoder.parameters.items():
+            if parameter.dim() == 1:
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+            else:
+                deviation = 0.02 * (depth_scale if name.endswith(("output", "down")) else 1.0)
+                parameter.normal_(0.0, deviation, generator=generator)
+
+
+def _spans(flat: Tensor, shapes: dict[str, torch.Size]) -> Iterator[tuple[str, Tensor, slice]]:
+    start = 0
+    for name, shape in shapes.items():
+        span = slice(start, start + shape.numel())
+        yield name, flat[span].view(shape), span
+        start = span.stop
+
+
+def _rotary_tables(architecture: Architecture) -> tuple[Tensor, Tensor]:
+    frequencies = torch.tensor(rotary_frequencies(architecture), dtype=torch.float32)
+    angles = torch.arange(architecture.max_positions, dtype=torch.float32)[:, None] * frequencies[None, :]
+    both = torch.cat((angles, angles), dim=-1)
+    return both.cos(), both.sin()
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin

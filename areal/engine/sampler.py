@@ -1,0 +1,83 @@
+"""Choose tokens for a whole batch at once.
+
+Each request has its own seed, and its n-th token uses the n-th number of that seed's stream, so a request's tokens do
+not depend on who shares its batch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from areal.api.messages import Array
+
+
+@dataclass
+class Choices:
+    """Sampling settings of the sequences in a batch, as columns [B]."""
+
+    temperatures: Tensor
+    greedy: Tensor
+    top_p: Tensor
+    top_k: Tensor
+    seeds: Array
+    limited: bool
+    """Some row has top_p or top_k."""
+
+    @classmethod
+    def of(cls, rows: Sequence[tuple[float, float, int, int]]) -> "Choices":
+        """From (temperature, top_p, top_k, seed) rows; temperature 0 = greedy."""
+        temperatures, top_p, top_k, seeds = zip(*rows, strict=True)
+        return cls(
+            temperatures=torch.tensor([t or 1.0 for t in temperatures]),
+            greedy=torch.tensor([t == 0 for t in temperatures]),
+            top_p=torch.tensor(top_p),
+            top_k=torch.tensor(top_k),
+            seeds=np.array(seeds, dtype=np.uint64),
+            limited=any(p < 1 or k > 0 for _, p, k, _ in rows),
+        )
+
+
+@torch.inference_mode()
+def sample(logits: Tensor, choices: Choices, counts: Sequence[int]) -> tuple[list[int], list[float]]:
+    """Tokens and their log-probs; `counts[b]` is how many tokens row b has already drawn.
+
+    Log-probs are those of the temperature-scaled distribution over the whole vocabulary (temperature 1 for greedy), which
+    is what the trainer recomputes.
+    """
+    logprobs = (logits / choices.temperatures[:, None]).log_softmax(dim=-1)
+    probs = logprobs.exp()
+    drawn = _invert(_limit(probs, choices) if choices.limited else probs, uniforms(choices.seeds, counts))
+    tokens = torch.where(choices.greedy, logits.argmax(dim=-1), drawn)
+    return tokens.tolist(), logprobs.gather(1, tokens[:, None]).squeeze(1).tolist()
+
+
+def uniforms(seeds: Array, counts: Sequence[int]) -> Tensor:
+    """The counts[b]-th number in [0, 1) of each seed's stream (splitmix64)."""
+    with np.errstate(over="ignore"):
+        x = seeds + (np.array(counts, dtype=np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        x = x ^ (x >> np.uint64(31))
+    return torch.from_numpy((x >> np.uint64(40)).astype(np.float32) * np.float32(2**-24))
+
+
+def _invert(probs: Tensor, u: Tensor) -> Tensor:
+    """The token at which the cumulative probability passes u; never one of probability 0."""
+    cumulative = probs.cumsum(dim=-1)
+    point = u[:, None] * cumulative[:, -1:]
+    index = torch.searchsorted(cumulative, point, right=True).squeeze(1)
+    last = probs.shape[-1] - 1 - (probs.flip(-1) > 0).to(torch.int8).argmax(dim=-1)
+    return torch.minimum(index, last)
+
+
+def _limit(probs: Tensor, choices: Choices) -> Tensor:
+    """Zero what lies outside the likeliest top_k, and outside the smallest set that holds top_p."""
+    ranked, order = probs.sort(dim=-1, descending=True, stable=True)
+    before = ranked.cumsum(dim=-1) - ranked
+    rank = torch.arange(probs.shape[-1])
+    top_k = torch.where(choices.top_k > 0, choices.top_k, probs.shape[-1])
+    kept = (before < choices.top_p[:, None]) & (rank < top_k[:, None])
+    return torch.zeros_like(probs).scatter_(1, order, torch.where(kept, ranked, 0.0))

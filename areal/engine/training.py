@@ -1,0 +1,177 @@
+"""Train a decoder: packed forward and backward passes, AdamW on the flat buffer, checkpoints, published versions.
+
+A batch is flat: the N positions whose tokens are trained, with every per-token figure as a tensor [N] beside them. The
+loss sums over positions with weights that the caller chose for the whole batch, so how the batch is cut into passes does
+not change the gradient.
+"""
+
+import math
+import os
+import shutil
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from areal.api.engine_api import WeightUpdate
+from areal.config.actor import OptimizerConfig
+from areal.engine.architecture import Architecture, write_architecture
+from areal.engine.decoder import Decoder
+from areal.engine.packing import Pack, Span, pack
+from areal.engine.weights import SharedWeights, digest, load_weights, save_weights
+
+HEAD_ELEMENTS = 1 << 24
+"""Logits held at once: positions times vocabulary."""
+
+Loss = Callable[[Tensor, dict[str, Tensor]], tuple[Tensor, dict[str, Tensor]]]
+"""(log-probs [n], per-token fields [n]) -> (summed weighted loss, figures to be summed over passes)"""
+
+
+@dataclass
+class TokenBatch:
+    """Sequences with the positions to train, and per-token fields [N] in the order of those positions."""
+
+    spans: Sequence[Span]
+    temperatures: Tensor
+    fields: dict[str, Tensor] = field(default_factory=dict)
+
+
+class TrainingEngine:
+    """Weights that learn."""
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        optimizer: OptimizerConfig,
+        *,
+        total_steps: int,
+        max_tokens_per_mb: int = 16384,
+        directory: Path | None = None,
+    ) -> None:
+        """Weights come from `directory`; without one they are zeros, to be initialised by the caller."""
+        self.architecture = architecture
+        self.version = 0
+        self.total_steps = total_steps
+        self.max_tokens_per_mb = max_tokens_per_mb
+        self._config = optimizer
+        size = Decoder(architecture).flat.numel()
+        self.flat = torch.zeros(size)
+        self.flat_grad = torch.zeros(size)
+        self.decoder = Decoder(architecture, self.flat, self.flat_grad)
+        if directory is not None:
+            load_weights(self.decoder, directory)
+        self._optimizer = self._make_optimizer()
+        self._steps = 0
+        self._shared: list[SharedWeights] = []
+        self._shared_dir: Path | None = None
+
+    def logprobs(self, batch: TokenBatch) -> Tensor:
+        """Log-probability of every trained token [N] under the present weights."""
+        out = torch.empty(len(batch.temperatures))
+        with torch.no_grad():
+            for part in pack(batch.spans, self.max_tokens_per_mb):
+                out[part.order] = self._forward(part, batch.temperatures[part.order])
+        return out
+
+    def train_batch(self, batch: TokenBatch, loss: Loss) -> dict[str, float]:
+        """One optimizer step; returns the loss's figures summed, and the step's own."""
+        sums: dict[str, float] = defaultdict(float)
+        self.flat_grad.zero_()
+        for part in pack(batch.spans, self.max_tokens_per_mb):
+            fields = {name: values[part.order] for name, values in batch.fields.items()}
+            value, figures = loss(self._forward(part, batch.temperatures[part.order]), fields)
+            value.backward()
+            sums["loss"] += value.item()
+            sums["forward_tokens"] += len(part.ids)
+            for name, figure in figures.items():
+                sums[name] += figure.item()
+        sums["grad_norm"] = self._step()
+        sums["lr"] = self._optimizer.param_groups[0]["lr"]
+        return dict(sums)
+
+    def publish(self) -> WeightUpdate:
+        """Copy the weights into shared memory as the present version; the version before it stays readable."""
+        if self._shared_dir is None:
+            base = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+            self._shared_dir = Path(tempfile.mkdtemp(prefix="areal-weights-", dir=base))
+            self._shared = [
+                SharedWeights(self._shared_dir / str(i), self.flat.numel(), create=True) for i in range(2)
+            ]
+        slot = self._shared[self.version % 2]
+        slot.flat.copy_(self.flat)
+        return WeightUpdate(self.version, digest(slot.flat), str(slot.path))
+
+    def save(self, directory: str) -> None:
+        """Write the model in Hugging Face's format (the tokenizer is the caller's)."""
+        save_weights(self.decoder, Path(directory))
+        write_architecture(self.architecture, Path(directory), eos_token_id=None)
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run needs beyond the model itself."""
+        return {"version": self.version, "steps": self._steps, "optimizer": self._optimizer.state_dict()}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.version = state["version"]
+        self._steps = state["steps"]
+        self._optimizer.load_state_dict(state["optimizer"])
+
+    def close(self) -> None:
+        """Remove the shared weights; processes that mapped them keep their view."""
+        if self._shared_dir is not None:
+            shutil.rmtree(self._shared_dir, ignore_errors=True)
+            self._shared_dir = None
+
+    def _forward(self, part: Pack, temperatures: Tensor) -> Tensor:
+        hidden = self.decoder.hidden(part.ids, part.positions, part.attend)[part.sources]
+        rows = max(1, HEAD_ELEMENTS // self.architecture.vocab_size)
+        pieces = list(
+            zip(hidden.split(rows), part.targets.split(rows), temperatures.split(rows), strict=True)
+        )
+        if len(pieces) == 1:
+            return self._token_logprobs(*pieces[0])
+        return torch.cat(
+            [checkpoint(self._token_logprobs, *piece, use_reentrant=False) for piece in pieces]
+        )
+
+    def _token_logprobs(self, hidden: Tensor, targets: Tensor, temperatures: Tensor) -> Tensor:
+        logits = self.decoder.logits(hidden) / temperatures[:, None]
+        return logits.gather(1, targets[:, None]).squeeze(1) - logits.logsumexp(dim=1)
+
+    def _make_optimizer(self) -> torch.optim.Optimizer:
+        config = self._config
+        matrices = sum(p.numel() for p in self.decoder.parameters.values() if p.dim() > 1)
+        slices = []
+        for span, decay in ((slice(0, matrices), config.weight_decay), (slice(matrices, None), 0.0)):
+            leaf = self.flat[span].requires_grad_()
+            leaf.grad = self.flat_grad[span]
+            slices.append({"params": [leaf], "weight_decay": decay})
+        return torch.optim.AdamW(slices, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
+
+    def _step(self) -> float:
+        norm = float(self.flat_grad.norm())
+        if not math.isfinite(norm):
+            raise FloatingPointError(f"the gradient norm is {norm}; the weights were left as they were")
+        limit = self._config.gradient_clipping
+        if 0 < limit < norm:
+            self.flat_grad.mul_(limit / norm)
+        rate = learning_rate(self._config, self._steps, self.total_steps)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        self._optimizer.step()
+        self._steps += 1
+        return norm
+
+
+def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
+    """Linear warm-up, then constant or a cosine that falls to a tenth."""
+    warm = min(1.0, (step + 1) / max(1, config.warmup_steps))
+    if config.lr_scheduler == "constant":
+        return config.lr * warm
+    done = min(1.0, step / max(1, total_steps))
+    return config.lr * warm * (0.55 + 0.45 * math.cos(math.pi * done))

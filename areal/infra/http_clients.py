@@ -1,0 +1,109 @@
+"""One HTTP client of each kind per event loop, for everybody who runs on that loop.
+
+Making a client costs some 30 ms of certificates; sharing one also shares its open connections. Clients are made on
+first use and closed with the loop: they are held by an asynchronous generator, which `asyncio.run` (and whoever else
+calls `loop.shutdown_asyncgens`) finishes. The table of loops is the package's one piece of module state: a client belongs
+to a loop, a loop has no place to keep one, and user code that asks for a client has nothing else in hand.
+"""
+
+import asyncio
+import os
+import urllib.request
+import weakref
+from collections.abc import AsyncGenerator
+from typing import TYPE_CHECKING
+
+from areal.utils.loopback import LOOPBACK_HOSTS, bypass_proxies
+
+if TYPE_CHECKING:
+    import aiohttp
+    import httpx
+
+CONNECT_SECONDS = 30.0
+READ_SECONDS = 600.0
+"""A call may wait for a model this long between two bytes."""
+KEEPALIVE_SECONDS = 60.0
+
+
+class SharedClients:
+    """The clients of one event loop. One that somebody closed is made anew."""
+
+    def __init__(self) -> None:
+        self._aiohttp: aiohttp.ClientSession | None = None
+        self._httpx: httpx.AsyncClient | None = None
+
+    def aiohttp_session(self) -> "aiohttp.ClientSession":
+        if self._aiohttp is None or self._aiohttp.closed:
+            self._aiohttp = _new_aiohttp_session()
+        return self._aiohttp
+
+    def httpx_client(self) -> "httpx.AsyncClient":
+        if self._httpx is None or self._httpx.is_closed:
+            self._httpx = _new_httpx_client()
+        return self._httpx
+
+    async def aclose(self) -> None:
+        session, self._aiohttp = self._aiohttp, None
+        client, self._httpx = self._httpx, None
+        if session is not None:
+            await session.close()
+        if client is not None:
+            await client.aclose()
+
+
+_Held = tuple[SharedClients, AsyncGenerator[SharedClients, None]]
+_clients_by_loop: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Held] = weakref.WeakKeyDictionary()
+
+
+async def shared_clients() -> SharedClients:
+    """Those of the running loop."""
+    loop = asyncio.get_running_loop()
+    if loop not in _clients_by_loop:
+        for dead in [other for other in _clients_by_loop if other.is_closed()]:
+            del _clients_by_loop[dead]  # closed without shutdown_asyncgens; its clients refer to it and would keep it
+        clients = SharedClients()
+        holder = _hold(loop, clients)
+        _clients_by_loop[loop] = clients, holder
+        await anext(holder)
+    return _clients_by_loop[loop][0]
+
+
+async def close_clients() -> None:
+    """Close those of the running loop now, for a loop that goes on."""
+    held = _clients_by_loop.get(asyncio.get_running_loop())
+    if held is not None:
+        await held[1].aclose()
+
+
+async def _hold(loop: asyncio.AbstractEventLoop, clients: SharedClients) -> AsyncGenerator[SharedClients, None]:
+    try:
+        yield clients
+    finally:
+        _clients_by_loop.pop(loop, None)
+        await clients.aclose()
+
+
+def _new_aiohttp_session() -> "aiohttp.ClientSession":
+    import aiohttp
+
+    # aiohttp asks the environment for a proxy at each request, in a thread: it must find loopback excepted there,
+    # and need not ask where no proxy is set.
+    proxied = bool(urllib.request.getproxies())
+    if proxied:
+        os.environ.update(bypass_proxies(os.environ))
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=READ_SECONDS),
+        trust_env=proxied,
+    )
+
+
+def _new_httpx_client() -> "httpx.AsyncClient":
+    import httpx
+
+    direct = {f"all://[{host}]" if ":" in host else f"all://{host}": None for host in LOOPBACK_HOSTS}
+    return httpx.AsyncClient(
+        limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEPALIVE_SECONDS),
+        timeout=httpx.Timeout(READ_SECONDS, connect=CONNECT_SECONDS),
+        mounts=direct,
+    )

@@ -1,0 +1,107 @@
+"""The proxy as its owner sees it: start it, open a session per episode, end it, close.
+
+Belongs to one event loop. One app has two doors: `base_url` over TCP, and `http_client` / `httpx2_client`, whose calls
+to the same URL stay in the process.
+"""
+
+import asyncio
+import importlib
+from typing import Any
+
+import httpx
+
+from areal.api.engine_api import InferenceEngine
+from areal.config.generation import GenerationHyperparameters
+from areal.proxy.app import App
+from areal.proxy.generation import Generation
+from areal.proxy.limits import ProxyLimits
+from areal.proxy.server import Server
+from areal.proxy.sessions import Session, Sessions
+from areal.proxy.transport import shared_client
+from areal.trajectory.renderer import Renderer
+from areal.trajectory.tree import Tree
+
+END_SECONDS = 5.0
+
+
+class Proxy:
+    def __init__(
+        self,
+        engine: InferenceEngine,
+        tokenizer: Any,
+        *,
+        gconfig: GenerationHyperparameters,
+        max_positions: int,
+        limits: ProxyLimits | None = None,
+        model_name: str = "default",
+    ) -> None:
+        limits = limits or ProxyLimits()
+        self._renderer = Renderer(tokenizer)
+        self._generation = Generation(engine, self._renderer, max_positions, model_name, limits.call_timeout_seconds)
+        self._gconfig = self._generation.defaults(gconfig)
+        self._sessions = Sessions(limits)
+        self._app = App(self._sessions, self._generation, limits).asgi()
+        self._server: Server | None = None
+        self._clients: dict[str, Any] = {}
+
+    async def start(self, host: str = "127.0.0.1", port: int = 0) -> None:
+        """Listen; port 0 = a free one. Only loopback hosts are allowed."""
+        server = Server(self._app, host, port)
+        await server.start()
+        self._server = server
+
+    @property
+    def origin(self) -> str:
+        """`http://HOST:PORT`"""
+        return self._started().origin
+
+    @property
+    def http_client(self) -> httpx.AsyncClient:
+        """Shared by all agents of the process; closing it does nothing, `aclose` of the proxy does."""
+        client: httpx.AsyncClient = self._client("httpx")
+        return client
+
+    @property
+    def httpx2_client(self) -> Any:
+        """The same for SDKs that want httpx2, which must be installed."""
+        return self._client("httpx2")
+
+    def __len__(self) -> int:
+        """Sessions open now."""
+        return len(self._sessions)
+
+    def open_session(self, *, gconfig: GenerationHyperparameters | None = None) -> Session:
+        """A conversation space with its own key; `gconfig` = how to sample where a request says nothing."""
+        sampling = self._gconfig if gconfig is None else self._generation.defaults(gconfig)
+        return self._sessions.open(self.origin, Tree(self._renderer), sampling)
+
+    async def end_session(self, session: Session) -> None:
+        """Refuse its key from now on (410) and abort its running calls; its tree stays readable."""
+        self._sessions.end(session)
+        running = list(session.calls)
+        for call in running:
+            call.cancel()
+        if running:
+            await asyncio.wait(running, timeout=END_SECONDS)
+
+    async def aclose(self) -> None:
+        for session in self._sessions:
+            await self.end_session(session)
+        for client in self._clients.values():
+            await client.end()
+        self._clients.clear()
+        if self._server is not None:
+            await self._server.stop()
+            self._server = None
+
+    def _client(self, module_name: str) -> Any:
+        if module_name not in self._clients:
+            origin = self.origin
+            module = importlib.import_module(module_name)
+            self._clients[module_name] = shared_client(module, self._app, [origin])
+        return self._clients[module_name]
+
+    def _started(self) -> Server:
+        if self._server is None:
+            raise RuntimeError("the proxy is not running; await proxy.start() first")
+        return self._server

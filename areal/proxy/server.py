@@ -1,0 +1,98 @@
+"""The TCP door: uvicorn on one socket, inside a loop that belongs to somebody else."""
+
+import asyncio
+import contextlib
+import ipaddress
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from areal.config.errors import ConfigError
+
+START_SECONDS = 10.0
+STOP_SECONDS = 5.0
+
+
+class Server:
+    def __init__(self, app: ASGIApp, host: str, port: int) -> None:
+        _require_loopback(host)
+        self._socket = _bind(host, port)
+        self.origin = _origin(self._socket)
+        self._uvicorn = _Uvicorn(
+            uvicorn.Config(
+                app,
+                log_config=None,
+                log_level="warning",
+                access_log=False,
+                lifespan="off",
+                ws="none",
+                server_header=False,
+                # Longer than any client keeps one, so that it is never closed under a request.
+                timeout_keep_alive=75,
+                timeout_graceful_shutdown=1,
+            )
+        )
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        self._task = asyncio.create_task(self._uvicorn.serve(sockets=[self._socket]))
+        up = asyncio.create_task(self._uvicorn.up.wait())
+        await asyncio.wait((up, self._task), timeout=START_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        up.cancel()
+        if self._task.done():
+            self._task.result()
+        if not self._uvicorn.up.is_set():
+            raise RuntimeError(f"the proxy's server did not start within {START_SECONDS:g} s on {self.origin}")
+
+    async def stop(self) -> None:
+        self._uvicorn.should_exit = True
+        if self._task is not None:
+            await asyncio.wait((self._task,), timeout=STOP_SECONDS)
+            self._task.cancel()
+        self._socket.close()
+
+
+class _Uvicorn(uvicorn.Server):
+    """A server that leaves signals to the process that hosts it, and says when it is up."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.up = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.up.set()
+
+
+def _require_loopback(host: str) -> None:
+    try:
+        loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        loopback = False
+    if not loopback:
+        raise ConfigError(f"the proxy listens on loopback addresses only, got {host!r}; use 127.0.0.1")
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listening = socket.socket(family, kind, protocol)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+        listening.listen(2048)
+    except OSError as error:
+        listening.close()
+        raise ConfigError(f"the proxy cannot listen on {host}:{port}: {error}; use port 0 for a free one") from error
+    listening.setblocking(False)
+    return listening
+
+
+def _origin(listening: socket.socket) -> str:
+    host, port = listening.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,0 +1,67 @@
+"""One completion of a conversation: a node of the tree, holding only what its parent does not."""
+
+from dataclasses import dataclass, field
+
+from areal.api.io_struct import StopReason
+from areal.api.messages import Array
+from areal.trajectory.meaning import Digest, Message
+
+
+@dataclass
+class Prompt:
+    """Where a call stands in the tree, and the token ids that the engine is asked to continue."""
+
+    ids: list[int]
+    parent: int | None
+    """Index of the completion whose conversation this one continues."""
+    extends: bool
+    """The ids are the parent's ids and more; False where the conversation goes on but the template wrote it anew."""
+    new_ids: list[int]
+    """What comes after the parent's ids; all ids if this prompt does not extend them."""
+    messages: list[Message]
+    """What comes after the parent's answer."""
+    path: Digest
+    """Meaning of the whole conversation so far."""
+    text_length: int
+    text_digest: Digest
+    """The rendered text, remembered by digest: the next turn's rendering must begin with it to extend this one."""
+
+
+@dataclass
+class Completion:
+    """A finished answer. Arrays are 1-D and, but for `prompt_ids`, as long as the answer."""
+
+    id: str
+    index: int
+    """Place in the tree, in order of finishing."""
+    choice: int
+    """Which of the `n` answers to one request."""
+    parent: int | None
+    extends: bool
+    messages: list[Message]
+    message: Message
+    """The answer as the client got it."""
+    text: str
+    """The sampled text without its end token: the message before tool calls were read out of it."""
+    prompt_ids: Array
+    """int32: the prompt's ids beyond the parent's, or all of them if `extends` is False."""
+    output_ids: Array
+    """int32"""
+    logprobs: Array
+    """float32: of the temperature-scaled policy."""
+    versions: Array
+    """int32"""
+    temperature: float
+    stop_reason: StopReason
+    end_id: int | None
+    """The stop token that ended the answer; None if it was cut off or met a stop text."""
+    text_length: int
+    text_digest: Digest
+    digests: dict[int, str] = field(default_factory=dict)
+    """Digest of the weights behind each version."""
+    reward: float | None = None
+    """What the agent gave; None = nothing."""
+
+    @property
+    def truncated(self) -> bool:
+        return self.stop_reason != "stop"

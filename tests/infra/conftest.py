@@ -1,0 +1,59 @@
+"""Fixtures for tests that open sockets and start processes."""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+
+from areal.infra.api_wire import api_wire
+from areal.infra.channel import Channel, Handler
+from areal.infra.endpoint import connect, serve
+from areal.infra.scheduler import Command, LocalScheduler
+from areal.infra.scheduler.local import LocalPlacement
+
+Pair = tuple[Channel, Channel]
+
+
+@pytest.fixture
+async def stack() -> AsyncIterator[AsyncExitStack]:
+    async with AsyncExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def make_pair(stack: AsyncExitStack, tmp_path: Path) -> Callable[..., object]:
+    """Two ends of one connection: (caller, listener), the listener with the given handlers."""
+
+    async def make(handlers: dict[str, Handler], **options: object) -> Pair:
+        accepted: list[Channel] = []
+
+        def on_channel(channel: Channel) -> None:
+            channel.handlers.update(handlers)
+            accepted.append(channel)
+
+        endpoint = await serve(f"unix:{tmp_path}/s", on_channel, wire=api_wire(), **options)
+        stack.push_async_callback(endpoint.close)
+        caller = await connect(endpoint.address, wire=api_wire(), peer="the engine", **options)
+        stack.push_async_callback(caller.close)
+        return caller, accepted[0]
+
+    return make
+
+
+@pytest.fixture
+async def scheduler() -> AsyncIterator[LocalScheduler]:
+    scheduler = LocalScheduler()
+    yield scheduler
+    await scheduler.close()
+
+
+@pytest.fixture
+def start(scheduler: LocalScheduler, tmp_path: Path) -> Callable[..., object]:
+    """Start Python code as a process: `await start("print(1)", name="rollout worker 0")`."""
+    import sys
+
+    async def start(code: str, name: str = "rollout worker 0", **env: str) -> LocalPlacement:
+        return await scheduler.start(Command(name, [sys.executable, "-c", code], tmp_path / "log.txt", env))
+
+    return start

@@ -1,0 +1,200 @@
+import asyncio
+import os
+import signal
+import sys
+import threading
+from collections.abc import AsyncIterator, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal.api.errors import ConfigError
+from areal.infra.scheduler import Command, LocalScheduler, make_scheduler
+
+REPORT = """
+import os, signal, socket, subprocess, sys
+
+def report(*numbers):
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(os.environ["REPORT"])
+        connection.sendall(" ".join(map(str, numbers)).encode())
+"""
+SLEEP = REPORT + "report(os.getpid()); signal.pause()"
+STUBBORN = REPORT + "signal.signal(signal.SIGTERM, signal.SIG_IGN); report(os.getpid()); signal.pause()"
+WITH_CHILD = REPORT + f"subprocess.run([sys.executable, '-c', {STUBBORN!r}])"
+
+
+class Reports:
+    """What processes say when they are ready."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+        self._queue: asyncio.Queue[list[int]] = asyncio.Queue()
+
+    async def listen(self) -> asyncio.Server:
+        return await asyncio.start_unix_server(self._receive, self.path)
+
+    async def next(self) -> list[int]:
+        return await asyncio.wait_for(self._queue.get(), 30)
+
+    async def _receive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._queue.put_nowait([int(number) for number in (await reader.read()).split()])
+        writer.close()
+
+
+@pytest.fixture
+async def reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Reports]:
+    reports = Reports(tmp_path / "r")
+    monkeypatch.setenv("REPORT", reports.path)
+    server = await reports.listen()
+    yield reports
+    server.close()
+
+
+async def wait_until_gone(pid: int) -> None:
+    """Return when that process has ended."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    ended = asyncio.Event()
+    asyncio.get_running_loop().add_reader(descriptor, ended.set)
+    try:
+        await asyncio.wait_for(ended.wait(), 10)
+    finally:
+        asyncio.get_running_loop().remove_reader(descriptor)
+        os.close(descriptor)
+
+
+def is_running(pid: int) -> bool:
+    return os.path.exists(f"/proc/{pid}")
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+async def test_output_goes_to_the_log_and_the_exit_code_comes_back(start: Any, tmp_path: Path) -> None:
+    placement = await start("import sys; print('out'); print('err', file=sys.stderr)")
+    assert placement.returncode is None
+    assert await asyncio.wait_for(placement.wait(), 30) == 0
+    assert sorted((tmp_path / "log.txt").read_text().split()) == ["err", "out"]
+    assert placement.describe_exit() == f"rollout worker 0 (pid {placement.pid}) exited with code 0"
+
+
+async def test_exit_by_error_is_described_with_the_last_line_of_the_log(start: Any, tmp_path: Path) -> None:
+    placement = await start("raise ValueError('no such model')", name="engine server 0")
+    assert placement.describe_exit() == f"engine server 0 (pid {placement.pid}) is running"
+    await asyncio.wait_for(placement.wait(), 30)
+    assert placement.describe_exit() == (
+        f"engine server 0 (pid {placement.pid}) exited with code 1: ValueError: no such model "
+        f"(log: {tmp_path / 'log.txt'})"
+    )
+
+
+async def test_kill_is_described_with_the_signal(start: Any, reports: Reports) -> None:
+    placement = await start(SLEEP)
+    os.kill(placement.pid, signal.SIGKILL)
+    assert await asyncio.wait_for(placement.wait(), 30) == -9
+    assert placement.describe_exit() == f"rollout worker 0 (pid {placement.pid}) was killed by signal 9 (SIGKILL)"
+
+
+async def test_stop_asks_first(start: Any, reports: Reports) -> None:
+    placement = await start(SLEEP)
+    await reports.next()
+    await placement.stop()
+    assert placement.returncode == -signal.SIGTERM
+    await placement.stop()  # again is harmless
+
+
+async def test_stop_kills_what_ignores_the_request(start: Any, reports: Reports) -> None:
+    placement = await start(STUBBORN)
+    await reports.next()
+    await placement.stop(grace_seconds=0.05)
+    assert placement.returncode == -signal.SIGKILL
+
+
+async def test_stop_ends_grandchildren_too(start: Any, reports: Reports) -> None:
+    placement = await start(WITH_CHILD)
+    (grandchild,) = await reports.next()
+    await placement.stop()
+    await wait_until_gone(grandchild)
+
+
+async def test_death_of_a_process_ends_its_children(start: Any, reports: Reports) -> None:
+    placement = await start(WITH_CHILD)
+    (grandchild,) = await reports.next()
+    os.kill(placement.pid, signal.SIGKILL)
+    await asyncio.wait_for(placement.wait(), 30)
+    await wait_until_gone(grandchild)
+
+
+async def test_environment_is_passed_on_with_quiet_threads_and_loopback_past_proxies(
+    start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NO_PROXY", "intranet")
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    names = ["NO_PROXY", "no_proxy", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "MINE"]
+    placement = await start(f"import os; print(*(os.environ[n] for n in {names}))", MINE="yes")
+    await asyncio.wait_for(placement.wait(), 30)
+    hosts = "intranet,127.0.0.1,localhost,::1"
+    assert (tmp_path / "log.txt").read_text().split() == [hosts, hosts, "passive", "7", "yes"]
+
+
+DRIVER = f"""
+import asyncio, sys
+from pathlib import Path
+from areal.infra.scheduler import Command, LocalScheduler
+
+async def main():
+    scheduler = LocalScheduler()
+    command = Command("worker", [sys.executable, "-c", {WITH_CHILD!r}], Path(sys.argv[1]))
+    await (await scheduler.start(command)).wait()
+
+asyncio.run(main())
+"""
+
+
+async def test_kill_9_of_the_driver_leaves_no_child_grandchild_or_guardian(tmp_path: Path, reports: Reports) -> None:
+    driver = await asyncio.create_subprocess_exec(sys.executable, "-c", DRIVER, str(tmp_path / "log.txt"))
+    (grandchild,) = await reports.next()
+    left_behind = [*children_of(driver.pid), grandchild]
+    assert len(left_behind) == 3
+    driver.kill()
+    await driver.wait()
+    for pid in left_behind:
+        await wait_until_gone(pid)
+
+
+async def test_thread_that_started_a_process_may_end_before_it(tmp_path: Path, reports: Reports) -> None:
+    scheduler = LocalScheduler()
+    loop = asyncio.new_event_loop()
+
+    def run(work: Coroutine[Any, Any, Any]) -> None:
+        thread = threading.Thread(target=loop.run_until_complete, args=(work,))
+        thread.start()
+        thread.join(30)
+
+    run(scheduler.start(Command("worker", [sys.executable, "-c", SLEEP], tmp_path / "log.txt")))
+    (pid,) = await reports.next()
+    assert is_running(pid)
+    run(scheduler.close())
+    await wait_until_gone(pid)
+    loop.close()
+
+
+async def test_close_stops_everything(tmp_path: Path, reports: Reports) -> None:
+    scheduler = LocalScheduler()
+    command = Command("worker", [sys.executable, "-c", SLEEP], tmp_path / "log.txt")
+    placements = [await scheduler.start(command) for _ in range(3)]
+    await scheduler.close()
+    assert all(placement.returncode is not None for placement in placements)
+
+
+def test_unknown_scheduler_is_refused_with_the_choices() -> None:
+    assert isinstance(make_scheduler("local"), LocalScheduler)
+    with pytest.raises(ConfigError, match="must be one of local, got 'slrm'"):
+        make_scheduler("slrm")

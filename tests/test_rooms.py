@@ -1,0 +1,264 @@
+"""The house as docs/architecture.md draws it: imports only go down, and neighbours never import each other."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+FLOORS = [
+    ["cli"],
+    ["viewer"],
+    ["trainer"],
+    ["rollout"],
+    ["workflow", "proxy", "engine"],
+    ["trajectory", "store", "algorithms", "reward", "dataset"],
+    ["infra"],
+    ["api"],
+    ["config"],
+    ["utils"],
+]
+"""From the roof down. Rooms in one list are neighbours."""
+
+HEIGHT = {room: len(FLOORS) - floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+FRONT_DOOR = "areal/__init__.py"
+PLAIN_FACTS = {"__version__"}
+"""Names of the front door that look up at nothing."""
+
+NO_TORCH_ROOMS = {"cli", "viewer", "rollout", "proxy", "trajectory", "store", "infra", "api", "config", "utils"}
+MAY_USE_TORCH = {"areal/utils/data.py"}
+"""Tensor helpers are this file's purpose; nothing in a torch-free room imports it at module level."""
+
+
+@dataclass(frozen=True)
+class Import:
+    line: int
+    name: str
+    """Dotted, with the imported name at the end of a `from` import."""
+
+
+def imports_of(tree: ast.AST, module: str, is_package: bool) -> Iterator[Import]:
+    """Every import in a file, lazy and TYPE_CHECKING ones included, and `import_module("…")` with a plain name."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (Import(node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = _base_of(node, module, is_package)
+            yield from (Import(node.lineno, f"{base}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__"):
+            yield from (Import(node.lineno, name) for name in _constant_texts(node.args[:1]))
+
+
+def _constant_texts(arguments: list[ast.expr]) -> list[str]:
+    return [each.value for each in arguments if isinstance(each, ast.Constant) and isinstance(each.value, str)]
+
+
+def _base_of(node: ast.ImportFrom, module: str, is_package: bool) -> str:
+    if node.level == 0:
+        return node.module or ""
+    parts = module.split(".")
+    parts = parts[: len(parts) - node.level + (1 if is_package else 0)]
+    return ".".join([*parts, node.module] if node.module else parts)
+
+
+def violations(root: Path) -> list[str]:
+    """What is wrong with the house at `root`, one line each, as `file:line sentence`."""
+    found = []
+    for path in sorted([*root.glob("areal/**/*.py"), *root.glob("realhf/**/*.py")]):
+        where = path.relative_to(root).as_posix()
+        if where == FRONT_DOOR:
+            continue
+        found += _violations_in(path, where)
+    return found
+
+
+def _violations_in(path: Path, where: str) -> list[str]:
+    package, room, *_ = (*where.split("/"), "")
+    if package == "areal" and room not in HEIGHT:
+        return [f"{where}:1 {room} is not a room; a new room is a decision and changes docs/architecture.md"]
+    module = where.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    tree = ast.parse(path.read_text())
+    complaints = []
+    for found in imports_of(tree, module, where.endswith("/__init__.py")):
+        complaint = _complaint(package, room, found.name)
+        if complaint:
+            complaints.append(f"{where}:{found.line} {complaint}")
+    return complaints
+
+
+def _complaint(package: str, room: str, name: str) -> str | None:
+    target, below, *_ = (*name.split("."), "")
+    if target not in ("areal", "realhf") or package == "realhf":
+        return None
+    if target == "realhf":
+        return f"{room} imports {name}: realhf imports areal, never the reverse"
+    if below in PLAIN_FACTS or below == room:
+        return None
+    if below not in HEIGHT:
+        return f"{room} imports {name or target}: only users come in by the front door"
+    if HEIGHT[below] > HEIGHT[room]:
+        return f"{room} imports {name}: {below} lies above"
+    if HEIGHT[below] == HEIGHT[room]:
+        return f"{room} imports {name}: {below} is a neighbour"
+    return None
+
+
+def eager_torch_imports(root: Path) -> list[str]:
+    """Files of torch-free rooms that load torch when they are imported; a TYPE_CHECKING block loads nothing."""
+    found = []
+    for path in sorted(root.glob("areal/*/**/*.py")):
+        where = path.relative_to(root).as_posix()
+        if where.split("/")[1] in NO_TORCH_ROOMS and where not in MAY_USE_TORCH:
+            found += [f"{where}:{node.lineno}" for node in _eager(ast.parse(path.read_text())) if _loads_torch(node)]
+    return found
+
+
+def _eager(node: ast.AST) -> Iterator[ast.AST]:
+    """The statements below `node` that run on import."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        if isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING"):
+            yield from _eager(ast.Module(child.orelse, []))
+            continue
+        yield child
+        yield from _eager(child)
+
+
+def _loads_torch(node: ast.AST) -> bool:
+    names = []
+    if isinstance(node, ast.Import):
+        names = [alias.name for alias in node.names]
+    elif isinstance(node, ast.ImportFrom) and node.level == 0:
+        names = [node.module or ""]
+    return any(name.split(".")[0] == "torch" or name == "areal.utils.data" for name in names)
+
+
+def test_imports_only_go_down() -> None:
+    assert violations(ROOT) == []
+
+
+def test_torch_free_rooms_do_not_load_torch_themselves() -> None:
+    assert eager_torch_imports(ROOT) == []
+
+
+TORCH_FREE_MODULES = [
+    "areal",
+    "areal.config.loader",
+    "areal.utils",
+    "areal.api.cli_args",
+    "areal.api.workflow_api",
+    "areal.api.reward_api",
+    "areal.infra",
+    "areal.trajectory",
+    "areal.proxy",
+    "areal.rollout",
+    "areal.cli.main",
+]
+
+
+def test_doors_that_promise_it_load_no_torch() -> None:
+    modules = [name for name in TORCH_FREE_MODULES if (ROOT / name.replace(".", "/")).with_suffix(".py").exists()]
+    modules += [name for name in TORCH_FREE_MODULES if (ROOT / name.replace(".", "/") / "__init__.py").exists()]
+    assert "areal" in modules
+    code = "import importlib, sys\nfor name in sys.argv[1:]:\n    importlib.import_module(name)\n"
+    code += "    assert 'torch' not in sys.modules, f'importing {name} loads torch'\n"
+    done = subprocess.run([sys.executable, "-c", code, *modules], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def write_house(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("where", "text", "complaint"),
+    [
+        ("areal/proxy/app.py", "import areal.trainer.ppo", "1 proxy imports areal.trainer.ppo: trainer lies above"),
+        ("areal/proxy/app.py", "from areal import rollout", "1 proxy imports areal.rollout: rollout lies above"),
+        ("areal/proxy/app.py", "\nfrom areal.engine import x", "2 proxy imports areal.engine.x: engine is a neighbour"),
+        ("areal/proxy/a/b.py", "from ...engine import x", "1 proxy imports areal.engine.x: engine is a neighbour"),
+        ("areal/proxy/__init__.py", "from ..cli import x", "1 proxy imports areal.cli.x: cli lies above"),
+        ("areal/api/x.py", "def f():\n    from areal.infra import y", "2 api imports areal.infra.y: infra lies above"),
+        (
+            "areal/api/x.py",
+            "if TYPE_CHECKING:\n    from areal.engine.model import M",
+            "2 api imports areal.engine.model.M: engine lies above",
+        ),
+        (
+            "areal/utils/x.py",
+            "importlib.import_module('areal.api.errors')",
+            "1 utils imports areal.api.errors: api lies above",
+        ),
+        (
+            "areal/cli/x.py",
+            "from areal import PPOTrainer",
+            "1 cli imports areal.PPOTrainer: only users come in by the front door",
+        ),
+        ("areal/cli/x.py", "import areal", "1 cli imports areal: only users come in by the front door"),
+        (
+            "areal/trainer/x.py",
+            "import realhf.api",
+            "1 trainer imports realhf.api: realhf imports areal, never the reverse",
+        ),
+        (
+            "areal/helpers/x.py",
+            "",
+            "1 helpers is not a room; a new room is a decision and changes docs/architecture.md",
+        ),
+        ("areal/tools.py", "", "1 tools.py is not a room; a new room is a decision and changes docs/architecture.md"),
+    ],
+)
+def test_the_check_sees_each_way_to_break_the_rule(tmp_path: Path, where: str, text: str, complaint: str) -> None:
+    assert violations(write_house(tmp_path, {where: text})) == [f"{where}:{complaint}"]
+
+
+def test_the_check_allows_the_way_down_and_the_front_door_to_look_up(tmp_path: Path) -> None:
+    house = write_house(
+        tmp_path,
+        {
+            "areal/__init__.py": "from areal.trainer.ppo import PPOTrainer",
+            "areal/trainer/ppo.py": "from areal.engine import x\nfrom areal.rollout import y\nfrom . import metrics",
+            "areal/proxy/dialects/chat.py": "from ..app import x\nfrom areal.proxy import y\nimport os, torchvision",
+            "areal/cli/main.py": "from areal import __version__",
+            "realhf/api.py": "from areal import PPOTrainer\nimport realhf.impl",
+        },
+    )
+    assert violations(house) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "caught"),
+    [
+        ("import torch", True),
+        ("from torch.nn import Linear", True),
+        ("class A:\n    import torch.nn", True),
+        ("try:\n    import torch\nexcept ImportError:\n    torch = None", True),
+        ("from areal.utils.data import concat_padded_tensors", True),
+        ("def f():\n    import torch", False),
+        ("if TYPE_CHECKING:\n    import torch", False),
+        ("import torchvision_free_name", False),
+    ],
+)
+def test_the_torch_check_tells_eager_from_lazy(tmp_path: Path, text: str, caught: bool) -> None:
+    house = write_house(tmp_path, {"areal/proxy/app.py": text, "areal/engine/model.py": "import torch"})
+    assert bool(eager_torch_imports(house)) is caught
+
+
+def test_the_picture_in_the_docs_is_this_one() -> None:
+    picture = (ROOT / "docs/architecture.md").read_text().split("```")[1]
+    drawn = []
+    for line in picture.splitlines():
+        if line.startswith("  ") and line[2] != " ":
+            rooms = line.strip().partition("  ")[0]
+            drawn.append([room.strip().rstrip("/") for room in rooms.split("|")])
+    assert drawn == FLOORS

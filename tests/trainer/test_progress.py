@@ -1,0 +1,128 @@
+import io
+import logging
+import sys
+
+import pytest
+from rich.console import Console
+
+from areal.trainer.progress import PLAIN_LINES, Progress, duration
+
+ROW = {"reward": 0.5, "eval_reward": 0.25, "tokens_per_second": 8123.4, "staleness": 1.25, "rejected": 3, "loss": 0.1}
+
+
+class Clock:
+    """Goes one second further at each look."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1
+        return self.now
+
+
+def plain(total: int, start: int = 0) -> tuple[Progress, io.StringIO]:
+    out = io.StringIO()
+    return Progress(total, start, Console(file=out, width=40), Clock()), out
+
+
+def terminal(total: int) -> tuple[Progress, io.StringIO]:
+    out = io.StringIO()
+    return Progress(total, console=Console(file=out, width=90, force_terminal=True), clock=Clock()), out
+
+
+def test_plain_output_is_about_twenty_whole_lines_for_any_run() -> None:
+    for total in (1, 7, 20, 1000):
+        progress, out = plain(total)
+        with progress:
+            for step in range(total + 1):
+                progress.update(step, ROW)
+        lines = out.getvalue().splitlines()
+        assert min(total, PLAIN_LINES) <= len(lines) <= PLAIN_LINES + 1
+        assert lines[-1].startswith(f"step {total}/{total}  ")
+        assert "\r" not in out.getvalue()
+        assert "\x1b" not in out.getvalue()
+
+
+def test_a_line_says_everything_a_person_watches() -> None:
+    progress, out = plain(10)
+    progress.update(0, ROW)
+    progress.update(5, ROW)
+    assert out.getvalue().splitlines() == [
+        "step 0/10  reward 0.50  held-out 0.25  8,123 tok/s  staleness 1.2  rejected 3",
+        "step 5/10  reward 0.50  held-out 0.25  8,123 tok/s  staleness 1.2  rejected 3  1 s left",
+    ]
+
+
+def test_held_out_success_stays_on_show_between_evaluations() -> None:
+    progress, out = plain(2)
+    progress.update(1, {"eval_reward": 0.4, "reward": 0.1})
+    progress.update(2, {"eval_reward": None, "reward": 0.2})
+    assert out.getvalue().splitlines()[-1] == "step 2/2  reward 0.20  held-out 0.40"
+
+
+def test_resumed_run_spreads_its_lines_over_what_is_left() -> None:
+    progress, out = plain(1000, start=980)
+    for step in range(980, 1001):
+        progress.update(step, ROW)
+    assert len(out.getvalue().splitlines()) == 21
+
+
+def test_terminal_shows_a_bar_and_the_last_numbers() -> None:
+    progress, out = terminal(10)
+    with progress:
+        progress.update(0, ROW)
+        progress.update(4, {**ROW, "reward": 0.9})
+    shown = out.getvalue()
+    assert "4/10" in shown
+    assert "reward 0.90  held-out 0.25  8,123 tok/s  staleness 1.2  rejected 3" in shown
+    assert "left" in shown
+
+
+def test_log_lines_go_above_the_bar_and_find_their_way_back() -> None:
+    logger, elsewhere = logging.getLogger("areal"), io.StringIO()
+    handlers = [logging.StreamHandler(sys.stderr), logging.StreamHandler(elsewhere)]
+    for handler in handlers:
+        logger.addHandler(handler)
+    try:
+        before = sys.stderr
+        progress, out = terminal(10)
+        with progress:
+            progress.update(0, ROW)
+            logger.warning("seen above the bar")
+        assert "seen above the bar" in out.getvalue()
+        assert elsewhere.getvalue() == "seen above the bar\n"
+        assert [handler.stream for handler in handlers] == [before, elsewhere]
+    finally:
+        for handler in handlers:
+            logger.removeHandler(handler)
+
+
+@pytest.mark.parametrize("make", [plain, terminal])
+def test_say_prints_brackets_as_they_are(make: object) -> None:
+    progress, out = make(10)  # type: ignore[operator]
+    with progress:
+        progress.update(0, ROW)
+        progress.say("reward [bold]1[/bold] :smile: in a sentence that is longer than the plain console is wide")
+    assert "reward [bold]1[/bold] :smile: in a sentence that is longer than the plain console is wide" in out.getvalue()
+
+
+def test_spinner_says_what_is_awaited_and_how_long_it_took() -> None:
+    progress, out = plain(10)
+    with progress.spinner("making the model"):
+        assert out.getvalue() == "making the model …\n"
+    assert out.getvalue().splitlines()[-1] == "making the model: 1.0 s"
+
+
+def test_spinner_of_a_failed_phase_claims_no_success() -> None:
+    progress, out = terminal(10)
+    with pytest.raises(OSError, match="disk"), progress.spinner("making the model"):
+        raise OSError("disk")
+    assert "making the model:" not in out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.4, "0 s"), (59, "59 s"), (59.6, "1 min 0 s"), (200, "3 min 20 s"), (7500, "2 h 5 min")]
+)
+def test_duration_reads_like_a_person_says_it(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
