@@ -2,8 +2,8 @@
 
 Making a client costs some 30 ms of certificates; sharing one also shares its open connections. Clients are made on
 first use and closed with the loop: they are held by an asynchronous generator, which `asyncio.run` (and whoever else
-calls `loop.shutdown_asyncgens`) finishes. The table of loops is the package's one piece of module state: a client belongs
-to a loop, a loop has no place to keep one, and user code that asks for a client has nothing else in hand.
+calls `loop.shutdown_asyncgens`) finishes. The table of loops is module state because it must be: a client belongs to a
+loop, a loop has no place to keep one, and user code that asks for a client has nothing else in hand.
 """
 
 import asyncio

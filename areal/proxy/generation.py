@@ -1,8 +1,11 @@
 """One call answered: conversation to ids, ids to the engine, its tokens into the session's tree."""
 
 import asyncio
+import itertools
+import secrets
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from areal.api.engine_api import InferenceEngine
@@ -16,7 +19,12 @@ from areal.trajectory.answer import read_answer
 from areal.trajectory.completion import Completion, Prompt
 from areal.trajectory.parsers import hermes
 from areal.trajectory.renderer import Renderer
-from areal.trajectory.tree import new_completion_id
+
+
+def _unique_names() -> Iterator[str]:
+    """Names that no other process gives, without asking the system for randomness on every call."""
+    process = secrets.token_hex(6)
+    return (f"{process}{number:08x}" for number in itertools.count())
 
 
 @dataclass(frozen=True)
@@ -26,6 +34,7 @@ class Generation:
     max_positions: int
     model_name: str
     timeout_seconds: float
+    _names: Iterator[str] = field(default_factory=_unique_names)
 
     def defaults(self, gconfig: GenerationHyperparameters) -> GenerationHyperparameters:
         """A session's sampling: the config's, ending where the tokenizer or the template ends a turn."""
@@ -44,13 +53,13 @@ class Generation:
             raise from_engine(error) from error
         except TimeoutError as error:
             raise engine_failed(f"the engine gave no answer within {self.timeout_seconds:g} s") from error
-        reply_id = new_completion_id()
+        name = next(self._names)
         choices = [
-            self._record(session, call, prompt, response, gconfig, reply_id, choice)
+            self._record(session, call, prompt, response, gconfig, name if choice == 0 else f"{name}-{choice}", choice)
             for choice, response in enumerate(responses)
         ]
         return Reply(
-            id=reply_id,
+            id=choices[0].id,
             created=int(time.time()),
             model=call.model or self.model_name,
             prompt_tokens=len(prompt.ids),
@@ -104,7 +113,7 @@ class Generation:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _generate_one(self, ids: list[int], gconfig: GenerationHyperparameters) -> ModelResponse:
-        response = await self.engine.agenerate(ModelRequest(new_completion_id(), ids, gconfig))
+        response = await self.engine.agenerate(ModelRequest(next(self._names), ids, gconfig))
         count = len(response.output_tokens)
         if not count:
             raise EngineError(f"an answer must have at least one token, got none ({response.stop_reason})")
@@ -122,12 +131,13 @@ class Generation:
         prompt: Prompt,
         response: ModelResponse,
         gconfig: GenerationHyperparameters,
-        reply_id: str,
+        name: str,
         choice: int,
     ) -> Completion:
         answer = read_answer(
             self.renderer,
             response,
+            completion_id=name,
             stop_ids=gconfig.stop_token_ids,
             stop_texts=session.gconfig.stop if call.stop is None else call.stop,
             parser=None if call.tools is None else hermes.parse,
@@ -136,8 +146,8 @@ class Generation:
             prompt,
             response,
             answer,
+            completion_id=f"chatcmpl-{name}",
             temperature=gconfig.temperature,
-            completion_id=reply_id if choice == 0 else f"{reply_id}-{choice}",
             choice=choice,
         )
 

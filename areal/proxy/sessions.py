@@ -64,7 +64,8 @@ class Sessions:
             raise SessionLimitReached(
                 f"at most {self._limits.max_sessions} sessions may be open (ProxyLimits.max_sessions); end some first"
             )
-        token, key = secrets.token_urlsafe(24), f"sk-areal-{secrets.token_urlsafe(32)}"
+        random = secrets.token_hex(48)
+        token, key = random[:48], f"sk-areal-{random[48:]}"
         session = Session(f"{origin}/s/{token}/v1", key, token, tree, gconfig)
         self._by_credential[token] = self._by_credential[key] = session
         return session

@@ -140,7 +140,7 @@ class _LiveBar:
 
 
 def _redirect_logs(before: Any) -> Callable[[], None]:
-    """Point log handlers that write to `before`, the old sys.stderr, at the one the bar put there; return the way back."""
+    """Move log handlers from `before`, the old sys.stderr, to the one the bar put in its place; return the way back."""
     handlers = [h for h in logging.getLogger(ROOT).handlers if isinstance(h, logging.StreamHandler)]
     moved = [handler for handler in handlers if handler.stream is before]
     for handler in moved:

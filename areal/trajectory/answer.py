@@ -1,6 +1,5 @@
 """Sampled ids read as a message: the text without its end, and the tool calls in it."""
 
-import secrets
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +24,7 @@ def read_answer(
     renderer: Renderer,
     response: ModelResponse,
     *,
+    completion_id: str,
     stop_ids: Collection[int],
     stop_texts: Sequence[str] = (),
     parser: ToolParser | None = None,
@@ -37,7 +37,9 @@ def read_answer(
     content, calls = (content, []) if parser is None else parser(content)
     message: Message = {"role": "assistant", "content": content}
     if calls:
-        message["tool_calls"] = [_tool_call(name, arguments) for name, arguments in calls]
+        message["tool_calls"] = [
+            _tool_call(f"call_{completion_id}_{number}", *call) for number, call in enumerate(calls)
+        ]
     return Answer(message, text, ids[-1] if ended else None)
 
 
@@ -47,6 +49,5 @@ def _before_stop(text: str, stop_texts: Sequence[str]) -> str:
     return text[: min(found)] if found else text
 
 
-def _tool_call(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    function = {"name": name, "arguments": arguments}
-    return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
+def _tool_call(call_id: str, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}

@@ -51,7 +51,9 @@ def _behind_answer(
     except RequestError:
         return None  # a template may refuse tool results behind an answer without calls; a new branch is always right
     before, _, newer = text.partition(renderer.sentinel)
-    if len(before) != parent.text_length or text_digest(before) != parent.text_digest or renderer.sentinel in newer:
+    if text_digest(before[: parent.text_length]) != parent.text_digest or renderer.sentinel in newer:
+        return None
+    if before[parent.text_length :].strip():  # white space before an answer may be the model's to write
         return None
     if not rest.endswith(newer) or not _says(rest[: len(rest) - len(newer)], parent.message):
         return None

@@ -51,7 +51,7 @@ class Renderer:
             _, found, closing = self.render(turn, None).partition(self.sentinel)
         except RequestError:
             return []  # a template that asks for more than this still serves the conversations it accepts
-        first = self.encode(closing)[:1] if found else []
+        first = self.encode(closing.lstrip())[:1] if found else []
         return [token for token in first if token in self._special_ids()]
 
     def _special_ids(self) -> set[int]:

@@ -5,7 +5,6 @@ never tokenised again. A node's `parent` is the conversation it continues, and c
 the parent's ids only where `extends` is True.
 """
 
-import secrets
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,10 +17,6 @@ from areal.trajectory.completion import Completion, Prompt
 from areal.trajectory.continuation import continue_ids
 from areal.trajectory.meaning import Digest, Message, extend, prefix_digests
 from areal.trajectory.renderer import Renderer, text_digest
-
-
-def new_completion_id() -> str:
-    return f"chatcmpl-{secrets.token_hex(12)}"
 
 
 class Tree:
@@ -54,13 +49,13 @@ class Tree:
         response: ModelResponse,
         answer: Answer,
         *,
+        completion_id: str,
         temperature: float,
-        completion_id: str | None = None,
         choice: int = 0,
     ) -> Completion:
         """Record a finished answer."""
         completion = Completion(
-            id=completion_id or new_completion_id(),
+            id=completion_id,
             index=len(self.completions),
             choice=choice,
             parent=prompt.parent,

@@ -54,6 +54,7 @@ async def test_listener_that_does_not_know_the_secret_is_not_trusted(stack: Asyn
         writer.write(b"n" * 32)
         await reader.readexactly(64)
         writer.write(b"m" * 32)
+        writer.close()
 
     server = await asyncio.start_server(pretend, "127.0.0.1", 0)
     stack.callback(server.close)
@@ -70,7 +71,11 @@ async def test_silent_caller_is_cut_off_at_the_deadline(stack: AsyncExitStack) -
 
 
 async def test_silent_listener_is_given_up_at_the_deadline(stack: AsyncExitStack) -> None:
-    server = await asyncio.start_server(lambda r, w: None, "127.0.0.1", 0)
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(silent, "127.0.0.1", 0)
     stack.callback(server.close)
     port = server.sockets[0].getsockname()[1]
     with pytest.raises(ChannelClosed, match=r"the engine at tcp:\S+ did not answer within 0.05 s"):

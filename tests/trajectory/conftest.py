@@ -49,8 +49,15 @@ class Talk:
             digests={count: f"digest {count}"},
         )
         parser = hermes.parse if tools else None
-        read = read_answer(self.tree.renderer, response, stop_ids=[self.end], stop_texts=stop, parser=parser)
-        return self.tree.add(prompt, response, read, temperature=temperature, **where)
+        read = read_answer(
+            self.tree.renderer,
+            response,
+            completion_id=str(count),
+            stop_ids=[self.end],
+            stop_texts=stop,
+            parser=parser,
+        )
+        return self.tree.add(prompt, response, read, completion_id=f"id-{count}", temperature=temperature, **where)
 
 
 @pytest.fixture

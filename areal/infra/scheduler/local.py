@@ -44,7 +44,8 @@ class LocalPlacement:
         if self.returncode is None:
             return f"{who} is running"
         if self.returncode < 0:
-            return f"{who} was killed by signal {-self.returncode} ({signal.Signals(-self.returncode).name})"
+            names = {known.value: f" ({known.name})" for known in signal.Signals}  # real-time signals have none
+            return f"{who} was killed by signal {-self.returncode}{names.get(-self.returncode, '')}"
         last = _last_line(self.log_path) if self.returncode else ""
         return f"{who} exited with code {self.returncode}" + (f": {last} (log: {self.log_path})" if last else "")
 

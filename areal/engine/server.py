@@ -1,0 +1,49 @@
+"""The embedded engine as a process of its own: `python -m areal.engine.server MODEL_DIRECTORY`.
+
+It serves rollout workers on a Unix socket whose address it tells the driver, and ends when the driver hangs up.
+"""
+
+import asyncio
+import sys
+import tempfile
+from pathlib import Path
+
+from areal.engine.architecture import read_architecture
+from areal.engine.decoder import Decoder
+from areal.engine.embedded import EmbeddedEngine
+from areal.engine.remote import engine_handlers
+from areal.engine.runner import Runner
+from areal.engine.weights import load_weights
+from areal.infra.api_wire import api_wire
+from areal.infra.channel import Channel
+from areal.infra.dial_home import dial_home
+from areal.infra.endpoint import serve
+from areal.utils.hf_utils import load_hf_tokenizer
+
+ROLE = "engine"
+
+
+def load_engine(directory: Path) -> EmbeddedEngine:
+    """An embedded engine on the weights of a model directory. Needs a running event loop only when it is used."""
+    decoder = Decoder(read_architecture(directory))
+    load_weights(decoder, directory)
+    return EmbeddedEngine(Runner(decoder), load_hf_tokenizer(directory))
+
+
+async def serve_engine(directory: Path) -> None:
+    engine = load_engine(directory)
+    handlers = engine_handlers(engine)
+
+    def greet(channel: Channel) -> None:
+        channel.handlers.update(handlers)
+
+    with tempfile.TemporaryDirectory(prefix="areal-") as place:
+        endpoint = await serve(f"unix:{place}/engine", greet, wire=api_wire(), peer="a rollout worker")
+        home = await dial_home(ROLE, 0, {"address": endpoint.address}, handlers, wire=api_wire())
+        await home.closed
+        await endpoint.close()
+        await engine.aclose()
+
+
+if __name__ == "__main__":
+    asyncio.run(serve_engine(Path(sys.argv[1])))

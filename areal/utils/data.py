@@ -1,0 +1,39 @@
+"""Tensor dicts, batch first."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+PADDING = {"versions": -1, "completion_index": -1, "temperatures": 1}
+"""What a field is padded with where 0 would mean something."""
+
+
+def concat_padded_tensors(dicts: Sequence[dict[str, Tensor]], pad_value: float = 0) -> dict[str, Tensor]:
+    """Join tensor dicts along the batch, padding [B, L, …] tensors on the right to the longest L.
+
+    A dict that has `input_ids` but lacks `attention_mask` gets one of ones first, so that padding can be told from tokens.
+    """
+    if not dicts:
+        raise ValueError("concat_padded_tensors needs at least one dict, got none")
+    filled = [_with_attention_mask(each) for each in dicts]
+    keys = list(filled[0])
+    for each in filled:
+        if set(each) != set(keys):
+            raise ValueError(f"every dict must have the same keys, got {sorted(keys)} and {sorted(each)}")
+    return {key: _join([each[key] for each in filled], PADDING.get(key, pad_value)) for key in keys}
+
+
+def _with_attention_mask(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    if "input_ids" not in tensors or "attention_mask" in tensors:
+        return tensors
+    return {**tensors, "attention_mask": torch.ones_like(tensors["input_ids"], dtype=torch.bool)}
+
+
+def _join(tensors: list[Tensor], value: float) -> Tensor:
+    if tensors[0].dim() < 2:
+        return torch.cat([tensor.reshape(-1) for tensor in tensors])
+    length = max(tensor.shape[1] for tensor in tensors)
+    tail = [0, 0] * (tensors[0].dim() - 2)
+    return torch.cat([F.pad(tensor, [*tail, 0, length - tensor.shape[1]], value=value) for tensor in tensors])
