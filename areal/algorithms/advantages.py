@@ -33,7 +33,4 @@ def loss_weights(completions_N: Tensor, norm: Literal["token", "completion"]) ->
 
 
 def _group_mean(values: Tensor, index: Tensor) -> Tensor:
-    groups = int(index.max()) + 1
-    sums = torch.zeros(groups).index_add_(0, index, values)
-    counts = torch.zeros(groups).index_add_(0, index, torch.ones_like(values))
-    return (sums / counts)[index]
+    return (torch.bincount(index, values) / torch.bincount(index))[index].to(values.dtype)

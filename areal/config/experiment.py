@@ -52,6 +52,8 @@ class PPOConfig(ExperimentConfig):
 
     workflow: str = ""
     """Import string of the agent or workflow, for `areal train`; a script passes its own to trainer.train()."""
+    reward_fn: str = ""
+    """Import string of the reward function, for workflows whose constructor takes one and was given none."""
     gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     ref: ReferenceConfig = field(default_factory=ReferenceConfig)

@@ -1,14 +1,14 @@
-"""Where a config, or a user, says tasks come from: `builtin:NAME`, a .jsonl file, a list of dicts, a `datasets` Dataset."""
+"""Where tasks come from: `builtin:NAME`, a .jsonl file, a list of dicts, a `datasets` Dataset."""
 
 import json
 from collections.abc import Iterable, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from areal.api.errors import DatasetError
 from areal.config.dataset import DatasetConfig
-from areal.dataset.procedural import SPLITS, TASKS, Split
+from areal.dataset.procedural import SPLITS, TASKS
 
 Task = dict[str, Any]
 
@@ -17,7 +17,10 @@ def get_custom_dataset(split: str, dataset_config: DatasetConfig, tokenizer: Any
     """The tasks that a config names; `split` counts where the config itself names none."""
     path = dataset_config.path
     if not path:
-        raise DatasetError(f"no path for the {split} tasks; set {split}_dataset.path to builtin:NAME or to a .jsonl file")
+        raise DatasetError(
+            f"no path for the {split} tasks; set train_dataset.path or valid_dataset.path "
+            "to builtin:NAME or to a .jsonl file"
+        )
     if path.startswith("builtin:"):
         tasks = _builtin(path.removeprefix("builtin:"), dataset_config.split or split, dataset_config.size)
     else:
@@ -45,7 +48,7 @@ def _builtin(name: str, split: str, size: int | None) -> list[Task]:
         raise DatasetError(f"no built-in task {name!r}; there are {', '.join(TASKS)}")
     if split not in SPLITS:
         raise DatasetError(f"a built-in task has no split {split!r}; there are {', '.join(SPLITS)}")
-    tasks = [problem.as_task() for problem in islice(TASKS[name].problems(cast(Split, split)), size)]
+    tasks = [problem.as_task() for problem in islice(TASKS[name].problems(split), size)]
     if size is not None and len(tasks) < size:
         raise DatasetError(f"builtin:{name} has {len(tasks)} {split} tasks, asked for {size}")
     return tasks
@@ -53,9 +56,11 @@ def _builtin(name: str, split: str, size: int | None) -> list[Task]:
 
 def _jsonl(path: Path) -> Iterable[Task]:
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # splitlines() also cuts inside JSON strings
     except OSError as error:
         raise DatasetError(f"cannot read tasks from {str(path)!r}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise DatasetError(f"{path} must be UTF-8 text: {error}") from None
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue

@@ -38,6 +38,8 @@ class Architecture:
     norm_eps: float = 1e-6
     tied_embeddings: bool = False
     attention_bias: bool = False
+    eos_token_ids: tuple[int, ...] = ()
+    """Not a shape: kept so that a saved model ends its answers where the loaded one did."""
 
     @property
     def qkv_bias(self) -> bool:
@@ -45,7 +47,7 @@ class Architecture:
 
     @property
     def output_bias(self) -> bool:
-        return self.attention_bias and self.family == "llama"
+        return self.attention_bias and self.family != "qwen2"
 
     @property
     def qk_norm(self) -> bool:
@@ -53,10 +55,19 @@ class Architecture:
 
 
 def read_architecture(directory: Path) -> Architecture:
-    """The architecture of a Hugging Face model directory; another family is refused by name."""
+    """The architecture of a Hugging Face model directory; what cannot be run is refused by name."""
+    raw = _read_config(directory)
+    _refuse(raw, directory)
+    try:
+        return _architecture(raw, directory)
+    except KeyError as missing:
+        raise ModelError(f"{directory / 'config.json'} lacks {missing}") from None
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
     file = directory / "config.json"
     try:
-        raw: dict[str, Any] = json.loads(file.read_text())
+        raw = json.loads(file.read_text(encoding="utf-8"))
     except OSError:
         raise ModelError(
             f"no model at {str(directory)!r}: it has no config.json; "
@@ -64,17 +75,28 @@ def read_architecture(directory: Path) -> Architecture:
         ) from None
     except ValueError as error:
         raise ModelError(f"{file} is not valid JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise ModelError(f"{file} must hold a JSON object, got {type(raw).__name__}")
+    return raw
+
+
+def _refuse(raw: dict[str, Any], directory: Path) -> None:
     family = raw.get("model_type", "")
     if family not in FAMILIES:
         raise ModelError(
             f"model type {family!r} in {str(directory)!r} cannot be run; the families are {', '.join(FAMILIES)}"
         )
-    if raw.get("use_sliding_window"):
-        raise ModelError(f"{str(directory)!r} uses sliding-window attention, which cannot be run; set use_sliding_window=false")
+    for key, usual in (("use_sliding_window", False), ("mlp_bias", False), ("hidden_act", "silu")):
+        if raw.get(key, usual) not in (usual, None):
+            raise ModelError(f"{key}={raw[key]!r} in {str(directory)!r} cannot be run; only {key}={usual!r} can")
+
+
+def _architecture(raw: dict[str, Any], directory: Path) -> Architecture:
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     heads = raw["num_attention_heads"]
+    eos = raw.get("eos_token_id")
     return Architecture(
-        family=family,
+        family=raw["model_type"],
         vocab_size=raw["vocab_size"],
         hidden_size=raw["hidden_size"],
         num_layers=raw["num_hidden_layers"],
@@ -88,6 +110,7 @@ def read_architecture(directory: Path) -> Architecture:
         norm_eps=raw.get("rms_norm_eps", 1e-6),
         tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
         attention_bias=bool(raw.get("attention_bias", False)),
+        eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
     )
 
 
@@ -105,8 +128,9 @@ def _read_scaling(rope: dict[str, Any], directory: Path) -> RopeScaling | None:
     )
 
 
-def write_architecture(architecture: Architecture, directory: Path, eos_token_id: int | None) -> None:
+def write_architecture(architecture: Architecture, directory: Path) -> None:
     """Write a `config.json` that Hugging Face's own classes load."""
+    eos = architecture.eos_token_ids
     raw: dict[str, Any] = {
         "architectures": [FAMILIES[architecture.family]],
         "model_type": architecture.family,
@@ -124,7 +148,7 @@ def write_architecture(architecture: Architecture, directory: Path, eos_token_id
         "attention_bias": architecture.attention_bias,
         "hidden_act": "silu",
         "torch_dtype": "float32",
-        "eos_token_id": eos_token_id,
+        "eos_token_id": list(eos) if len(eos) > 1 else next(iter(eos), None),
     }
     scaling = architecture.rope_scaling
     if scaling is not None:

@@ -22,7 +22,7 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 class Layer:
     """Parameters of one block, as views of the decoder's flat buffer."""
 
-    def __init__(self, take: "Callable[[str], Tensor | None]", index: int) -> None:
+    def __init__(self, take: Callable[[str], Tensor | None], index: int) -> None:
         def need(name: str) -> Tensor:
             tensor = take(f"layers.{index}.{name}")
             assert tensor is not None, name
@@ -47,7 +47,7 @@ class Decoder:
         """Views of `flat` become the parameters; with `flat_grad` they are leaves whose gradients gather there."""
         self.architecture = architecture
         shapes = parameter_shapes(architecture)
-        size = sum(shape.numel() for shape in shapes.values())
+        size = parameter_count(architecture)
         self.flat = torch.zeros(size) if flat is None else flat
         assert self.flat.numel() == size, (self.flat.numel(), size)
         self.parameters: dict[str, Tensor] = {}
@@ -118,6 +118,10 @@ def parameter_shapes(a: Architecture) -> dict[str, torch.Size]:
         if a.qk_norm:
             vectors |= {prefix + "q_norm": (e,), prefix + "k_norm": (e,)}
     return {name: torch.Size(shape) for name, shape in {**matrices, **vectors}.items()}
+
+
+def parameter_count(architecture: Architecture) -> int:
+    return sum(shape.numel() for shape in parameter_shapes(architecture).values())
 
 
 def initialise(decoder: Decoder, generator: torch.Generator) -> None:

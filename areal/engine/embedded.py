@@ -9,48 +9,26 @@ Invariants:
 """
 
 import asyncio
-import secrets
 import time
 from collections import deque
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from areal.api.engine_api import EngineHealth, WeightUpdate
-from areal.api.errors import ContextLengthError, EngineError, RequestError, WeightMismatch
-from areal.api.io_struct import ModelRequest, ModelResponse, StopReason
-from areal.config.generation import GenerationHyperparameters
+from areal.api.errors import EngineError, WeightMismatch
+from areal.api.io_struct import ModelRequest, ModelResponse
 from areal.engine.runner import Runner
 from areal.engine.sampler import Choices, sample
+from areal.engine.sequence import Sequence
 from areal.engine.weights import SharedWeights, digest
+from areal.utils.logging import getLogger
 
 MERGE_GAP_SECONDS = 0.005
 """Steps closer than this count as one stretch of activity."""
 
-
-@dataclass(eq=False)
-class Sequence:
-    """One request on its way."""
-
-    gconfig: GenerationHyperparameters
-    ids: list[int]
-    """Prompt, then what was sampled."""
-    done: asyncio.Future[ModelResponse]
-    prompt_length: int
-    stops: frozenset[int]
-    seed: int
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-
-    @property
-    def drawn(self) -> int:
-        return len(self.logprobs)
-
-    @property
-    def temperature(self) -> float:
-        return 0.0 if self.gconfig.greedy else self.gconfig.temperature
+logger = getLogger("engine")
 
 
 class EmbeddedEngine:
@@ -70,14 +48,17 @@ class EmbeddedEngine:
         self._paused = False
         self._work = asyncio.Event()
         self._loop: asyncio.Task[None] | None = None
-        self._failure: BaseException | None = None
+        self._ended: str | None = None
         self._maps: dict[str, SharedWeights] = {}
         self._activity: deque[tuple[float, float]] = deque(maxlen=100_000)
         self.tokens_generated = 0
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
         self._check_alive()
-        sequence = self._admit(req)
+        runner = self._runner
+        sequence = Sequence.of(
+            req, vocab_size=runner.vocab_size, max_positions=runner.max_positions, tokenizer=self._tokenizer
+        )
         self._waiting.append(sequence)
         self._wake()
         try:
@@ -88,19 +69,21 @@ class EmbeddedEngine:
 
     async def update_weights(self, update: WeightUpdate) -> None:
         self._check_alive()
-        flat = self._map(update.path)
+        flat = self._map(update)
         if digest(flat) != update.digest:
             raise WeightMismatch(f"the weights of version {update.version} in {update.path} do not have their digest")
         self._runner.decoder.flat.copy_(flat)
         self._version = update.version
         self._digests[update.version] = update.digest
-        self._cache_is_stale = bool(self._running)
+        self._cache_is_stale = True
 
     async def pause(self) -> None:
+        self._check_alive()
         self._paused = True
         self._work.clear()
 
     async def resume(self) -> None:
+        self._check_alive()
         self._paused = False
         self._wake()
 
@@ -109,7 +92,7 @@ class EmbeddedEngine:
         return EngineHealth(
             version=self._version,
             digest=self._digests[self._version],
-            running=len(self._running),
+            running=sum(not sequence.done.done() for sequence in self._running),
             waiting=len(self._waiting),
             paused=self._paused,
         )
@@ -124,27 +107,7 @@ class EmbeddedEngine:
         if self._loop is not None:
             self._loop.cancel()
             await asyncio.gather(self._loop, return_exceptions=True)
-        self._fail(EngineError("the engine was closed"))
-
-    def _admit(self, req: ModelRequest) -> Sequence:
-        g, limit = req.gconfig, self._runner.max_positions
-        if len(req.input_ids) + g.max_new_tokens > limit:
-            raise ContextLengthError(
-                f"a prompt of {len(req.input_ids)} tokens and max_new_tokens={g.max_new_tokens} "
-                f"exceed the model's {limit} positions; shorten the prompt or lower max_new_tokens"
-            )
-        if not all(0 <= token < self._runner.vocab_size for token in req.input_ids):
-            raise RequestError(f"input_ids must lie in [0, {self._runner.vocab_size}); a token of another tokenizer?")
-        if g.stop and self._tokenizer is None:
-            raise RequestError("stop texts need an engine with a tokenizer; use stop_token_ids")
-        return Sequence(
-            gconfig=g,
-            ids=list(req.input_ids),
-            done=asyncio.get_running_loop().create_future(),
-            prompt_length=len(req.input_ids),
-            stops=frozenset(g.stop_token_ids),
-            seed=secrets.randbits(63) if g.seed is None else g.seed % 2**64,
-        )
+        self._end("the engine was closed")
 
     def _wake(self) -> None:
         if self._loop is None:
@@ -155,80 +118,59 @@ class EmbeddedEngine:
     async def _drive(self) -> None:
         while True:
             await self._work.wait()
+            if self._paused:  # a pause can come between the event and this task's turn
+                continue
             try:
                 self._step()
             except Exception as error:
-                self._fail(error)
+                logger.exception("a decode step failed")
+                self._end(f"the engine failed: {error!r}")
                 return
             await asyncio.sleep(0)
 
     def _step(self) -> None:
         """Admit what waits, then one token for every running sequence."""
-        started = time.monotonic()
+        started, before = time.monotonic(), self.tokens_generated
         self._drop_finished()
-        if self._cache_is_stale:
+        if self._cache_is_stale and self._running:
             self._runner.prefill(range(len(self._running)), [sequence.ids[:-1] for sequence in self._running])
-            self._cache_is_stale = False
+        self._cache_is_stale = False
         if self._waiting and len(self._running) < self._max_running:
             self._prefill_waiting()
         if self._running:
-            logits = self._runner.decode(
-                [sequence.ids[-1] for sequence in self._running], [len(s.ids) - 1 for s in self._running]
-            )
-            if self._choices is None:
-                self._choices = _choices(self._running)
-            self._append(self._running, logits, self._choices)
-            self._drop_finished()
+            self._decode_running()
         if not self._running and not self._waiting:
             self._work.clear()
-        self._note_activity(started, time.monotonic())
+        if self.tokens_generated > before:
+            self._note_activity(started, time.monotonic())
 
     def _prefill_waiting(self) -> None:
         room = self._max_running - len(self._running)
         joining = [self._waiting.popleft() for _ in range(min(room, len(self._waiting)))]
         first = len(self._running)
         logits = self._runner.prefill(range(first, first + len(joining)), [sequence.ids for sequence in joining])
-        self._append(joining, logits, _choices(joining))
+        self._draw(joining, logits, _choices(joining))
         self._running += joining
         self._choices = None
         self._drop_finished()
 
-    def _append(self, sequences: list[Sequence], logits: torch.Tensor, choices: Choices) -> None:
-        for row, sequence in enumerate(sequences):
-            if sequence.drawn < sequence.gconfig.min_new_tokens and sequence.stops:
-                logits[row, list(sequence.stops)] = -torch.inf
-        tokens, logprobs = sample(logits, choices, [sequence.drawn for sequence in sequences])
+    def _decode_running(self) -> None:
+        last, places = zip(*((sequence.ids[-1], len(sequence.ids) - 1) for sequence in self._running), strict=True)
+        logits = self._runner.decode(last, places)
+        if self._choices is None:
+            self._choices = _choices(self._running)
+        self._draw(self._running, logits, self._choices)
+        self._drop_finished()
+
+    def _draw(self, sequences: list[Sequence], logits: torch.Tensor, choices: Choices) -> None:
+        """One token for each of `sequences`; those that end get their answer."""
+        counts = [sequence.drawn for sequence in sequences]
+        tokens, logprobs = sample(logits, choices, counts, _banned(sequences, logits))
         for sequence, token, logprob in zip(sequences, tokens, logprobs, strict=True):
-            sequence.ids.append(token)
-            sequence.logprobs.append(logprob)
-            sequence.versions.append(self._version)
-            reason = self._stop_reason(sequence, token)
+            reason = sequence.append(token, logprob, self._version)
             if reason is not None and not sequence.done.done():
-                sequence.done.set_result(self._response(sequence, reason))
+                sequence.done.set_result(sequence.response(reason, self._digests))
         self.tokens_generated += len(sequences)
-
-    def _stop_reason(self, sequence: Sequence, token: int) -> StopReason | None:
-        if token in sequence.stops:
-            return "stop"
-        if sequence.gconfig.stop and self._ends_with_stop(sequence):
-            return "stop"
-        return "length" if sequence.drawn >= sequence.gconfig.max_new_tokens else None
-
-    def _ends_with_stop(self, sequence: Sequence) -> bool:
-        longest = max(map(len, sequence.gconfig.stop))
-        tail = sequence.ids[sequence.prompt_length :][-(longest + 8) :]
-        text = self._tokenizer.decode(tail, skip_special_tokens=False)
-        return any(stop in text for stop in sequence.gconfig.stop)
-
-    def _response(self, sequence: Sequence, reason: StopReason) -> ModelResponse:
-        return ModelResponse(
-            input_tokens=sequence.ids[: sequence.prompt_length],
-            output_tokens=sequence.ids[sequence.prompt_length :],
-            output_logprobs=sequence.logprobs,
-            output_versions=sequence.versions,
-            stop_reason=reason,
-            digests={version: self._digests[version] for version in set(sequence.versions)},
-        )
 
     def _drop_finished(self) -> None:
         """Remove ended sequences; the last row moves into each freed one."""
@@ -249,10 +191,17 @@ class EmbeddedEngine:
         if sequence in self._waiting:
             self._waiting.remove(sequence)
 
-    def _map(self, path: str) -> torch.Tensor:
-        if path not in self._maps:
-            self._maps[path] = SharedWeights(Path(path), self._runner.decoder.flat.numel())
-        return self._maps[path].flat
+    def _map(self, update: WeightUpdate) -> torch.Tensor:
+        size = self._runner.decoder.flat.numel()
+        if update.path not in self._maps:
+            try:
+                self._maps[update.path] = SharedWeights(Path(update.path), size)
+            except (OSError, ValueError) as error:
+                raise WeightMismatch(
+                    f"the weights of version {update.version} must be a file of {size} float32 values, "
+                    f"{update.path!r} is not: {error}"
+                ) from None
+        return self._maps[update.path].flat
 
     def _note_activity(self, start: float, end: float) -> None:
         if self._activity and start - self._activity[-1][1] < MERGE_GAP_SECONDS:
@@ -260,17 +209,28 @@ class EmbeddedEngine:
         self._activity.append((start, end))
 
     def _check_alive(self) -> None:
-        if self._failure is not None:
-            raise EngineError(f"the engine has failed: {self._failure!r}") from self._failure
+        if self._ended is not None:
+            raise EngineError(self._ended)
 
-    def _fail(self, error: BaseException) -> None:
-        self._failure = self._failure or error
+    def _end(self, why: str) -> None:
+        self._ended = self._ended or why
         for sequence in (*self._waiting, *self._running):
             if not sequence.done.done():
-                sequence.done.set_exception(EngineError(f"the engine failed: {error!r}"))
+                sequence.done.set_exception(EngineError(why))
         self._waiting.clear()
         self._running.clear()
 
 
 def _choices(sequences: list[Sequence]) -> Choices:
     return Choices.of([(s.temperature, s.gconfig.top_p, s.gconfig.top_k, s.seed) for s in sequences])
+
+
+def _banned(sequences: list[Sequence], logits: torch.Tensor) -> torch.Tensor | None:
+    """The stop tokens of sequences that may not end yet [B,V]; None when there are none."""
+    early = [(row, list(s.stops)) for row, s in enumerate(sequences) if s.stops and s.must_go_on]
+    if not early:
+        return None
+    banned = torch.zeros_like(logits, dtype=torch.bool)
+    for row, stops in early:
+        banned[row, stops] = True
+    return banned

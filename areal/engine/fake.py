@@ -7,59 +7,74 @@ and turn of the event loop, so pauses, weight swaps and cancellations fall betwe
 import asyncio
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable
+from typing import Any
 
 from areal.api.engine_api import EngineHealth, WeightUpdate
-from areal.api.errors import ContextLengthError, EngineError
-from areal.api.io_struct import ModelRequest, ModelResponse, StopReason
+from areal.api.errors import EngineError
+from areal.api.io_struct import ModelRequest, ModelResponse
+from areal.engine.sequence import Sequence
 
-Script = Callable[[Sequence[int]], Sequence[int]]
+Script = Callable[[abc.Sequence[int]], abc.Sequence[int]]
 """Prompt ids -> the ids to answer with."""
 
 
 class FakeEngine:
     """Implements `InferenceEngine`."""
 
-    def __init__(self, *, vocab_size: int = 256, max_positions: int = 8192, script: Script | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        vocab_size: int = 256,
+        max_positions: int = 8192,
+        script: Script | None = None,
+        tokenizer: Any = None,
+    ) -> None:
+        """`tokenizer` is needed for stop texts only. A script's end is a stop, whatever its last token."""
         self._vocab_size = vocab_size
         self._max_positions = max_positions
         self._script = script
+        self._tokenizer = tokenizer
         self._version = 0
         self._digests = {0: "fake-0"}
         self._going = asyncio.Event()
         self._going.set()
-        self._running = 0
+        self._sequences: set[Sequence] = set()
         self._closed = False
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
-        g = req.gconfig
-        if len(req.input_ids) + g.max_new_tokens > self._max_positions:
-            raise ContextLengthError(
-                f"a prompt of {len(req.input_ids)} tokens and max_new_tokens={g.max_new_tokens} "
-                f"exceed {self._max_positions} positions"
-            )
-        self._running += 1
+        self._check_alive()
+        sequence = Sequence.of(
+            req, vocab_size=self._vocab_size, max_positions=self._max_positions, tokenizer=self._tokenizer
+        )
+        self._sequences.add(sequence)
         try:
-            return await self._generate(req)
+            return await self._generate(sequence, list(self._script(req.input_ids)) if self._script else None)
         finally:
-            self._running -= 1
+            self._sequences.discard(sequence)
 
     async def update_weights(self, update: WeightUpdate) -> None:
+        self._check_alive()
         self._version = update.version
         self._digests[update.version] = update.digest
 
     async def pause(self) -> None:
+        self._check_alive()
         self._going.clear()
 
     async def resume(self) -> None:
+        self._check_alive()
         self._going.set()
 
     async def health(self) -> EngineHealth:
+        self._check_alive()
+        running = sum(sequence.drawn > 0 for sequence in self._sequences)
         return EngineHealth(
             version=self._version,
             digest=self._digests[self._version],
-            running=self._running,
-            waiting=0,
+            running=running,
+            waiting=len(self._sequences) - running,
             paused=not self._going.is_set(),
         )
 
@@ -67,41 +82,34 @@ class FakeEngine:
         self._closed = True
         self._going.set()
 
-    async def _generate(self, req: ModelRequest) -> ModelResponse:
-        tokens: list[int] = []
-        versions: list[int] = []
-        reason: StopReason = "length"
-        scripted = list(self._script(req.input_ids)) if self._script else None
-        while len(tokens) < req.gconfig.max_new_tokens:
+    async def _generate(self, sequence: Sequence, scripted: list[int] | None) -> ModelResponse:
+        reason = None
+        while reason is None:
             await asyncio.sleep(0)
-            await self._going.wait()
-            if self._closed:
-                raise EngineError("the engine was closed")
-            tokens.append(self._token(req, len(tokens), scripted))
-            versions.append(self._version)
-            stopping = tokens[-1] in req.gconfig.stop_token_ids
-            if (stopping and len(tokens) > req.gconfig.min_new_tokens) or (scripted and len(tokens) == len(scripted)):
+            while not self._going.is_set():  # it may be cleared again before this task's turn
+                await self._going.wait()
+            self._check_alive()
+            token = self._token(sequence) if scripted is None else scripted[sequence.drawn]
+            reason = sequence.append(token, self._logprob(sequence), self._version)
+            if scripted is not None and sequence.drawn == len(scripted):
                 reason = "stop"
-                break
-        return ModelResponse(
-            input_tokens=list(req.input_ids),
-            output_tokens=tokens,
-            output_logprobs=[self._logprob(req, place) for place in range(len(tokens))],
-            output_versions=versions,
-            stop_reason=reason,
-            digests={version: self._digests[version] for version in set(versions)},
-        )
+        return sequence.response(reason, self._digests)
 
-    def _token(self, req: ModelRequest, place: int, scripted: list[int] | None) -> int:
-        if scripted is not None:
-            return scripted[place]
-        token = self._hash(req, place) % self._vocab_size
-        early = place < req.gconfig.min_new_tokens
-        return (token + 1) % self._vocab_size if early and token in req.gconfig.stop_token_ids else token
+    def _token(self, sequence: Sequence) -> int:
+        token = self._hash(sequence) % self._vocab_size
+        while sequence.must_go_on and token in sequence.stops:
+            token = (token + 1) % self._vocab_size
+        return token
 
-    def _logprob(self, req: ModelRequest, place: int) -> float:
-        return math.log((self._hash(req, place) % 1000 + 1) / 1001)
+    def _logprob(self, sequence: Sequence) -> float:
+        return math.log((self._hash(sequence) % 1000 + 1) / 1001)
 
-    def _hash(self, req: ModelRequest, place: int) -> int:
-        key = repr((req.input_ids, req.gconfig.seed, req.gconfig.greedy, place)).encode()
+    def _hash(self, sequence: Sequence) -> int:
+        prompt = sequence.ids[: sequence.prompt_length]
+        seed = None if sequence.temperature == 0 else sequence.gconfig.seed
+        key = repr((prompt, seed, sequence.drawn)).encode()
         return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest())
+
+    def _check_alive(self) -> None:
+        if self._closed:
+            raise EngineError("the engine was closed")

@@ -20,7 +20,9 @@ def find_model(path: str, report: Callable[[str], None] = lambda text: None) -> 
     if directory.is_dir():
         return directory
     if directory.is_absolute() or path.startswith((".", "~")) or path.count("/") != 1:
-        raise ModelError(f"no model directory at {path!r}; set actor.path to one, to a Hugging Face id, or to builtin:tiny-math")
+        raise ModelError(
+            f"no model directory at {path!r}; set actor.path to one, to a Hugging Face id, or to builtin:tiny-math"
+        )
     return _download(path)
 
 
@@ -28,7 +30,9 @@ def _download(model_id: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(model_id, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]))
+        return Path(
+            snapshot_download(model_id, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"])
+        )
     except (OSError, ValueError) as error:  # the hub's errors are of both kinds
         reason = str(error).strip().split("\n")[0]
         raise ModelError(f"no directory {model_id!r} here, and the model hub did not give it: {reason}") from None

@@ -2,6 +2,7 @@
 
 Sequences of one group often begin alike (the same prompt, the same conversation so far). Sorted, they form a trie whose
 nodes are the tokens to compute; a token sees its ancestors. A bin holds whole tries, and attention never leaves a bin.
+A sequence that shares too little to pay for the larger bin begins a trie of its own.
 Every position that is asked for is a pair: the node that predicts it, and the token that follows.
 """
 
@@ -17,6 +18,8 @@ from areal.api.messages import Array
 
 BIN_TOKENS = 256
 """Small tries share a bin up to this size: fewer attention calls, at the cost of a larger mask."""
+PAIRS_PER_TOKEN = 1024
+"""A token's matrix products cost about as much as attention between this many pairs of tokens."""
 
 
 @dataclass
@@ -32,7 +35,7 @@ class Span:
 
 @dataclass
 class Pack:
-    """Tokens for one forward pass. `sources[n]` predicts `targets[n]`, the `order[n]`-th asked position of the batch."""
+    """Tokens of one forward pass; `sources[n]` predicts `targets[n]`, the `order[n]`-th position that was asked for."""
 
     ids: Tensor
     positions: Tensor
@@ -91,6 +94,13 @@ class _Trie:
         differs = np.flatnonzero(ids[:length] != self.last[:length])
         return int(differs[0]) if len(differs) else length
 
+    def saves(self, ids: Array) -> bool:
+        """Whether sharing the prefix of `ids` is cheaper than computing it again: a bin's mask is a square."""
+        kept = self.shared(ids)
+        new = len(ids) - kept
+        more_pairs = new * (2 * self.size + new) - len(ids) ** 2
+        return more_pairs <= PAIRS_PER_TOKEN * kept
+
     def add(self, ids: Array) -> Array:
         """Add a sequence; return the node of each of its tokens."""
         kept = self.shared(ids)
@@ -116,17 +126,19 @@ class _Builder:
         """Bin, trie within it, source nodes, targets, places in the batch."""
 
     def add(self, span: Span, offset: int) -> bool:
+        """Add the tokens that predict what `span` asks for; False when the budget does not allow it."""
         ids = span.ids[: int(span.asked[-1])].astype(np.int64)
-        fresh = span.group != self.group
-        cost = len(ids) if fresh else len(ids) - self.bins[-1][-1].shared(ids)
+        joins = span.group == self.group and self.bins[-1][-1].saves(ids)
+        cost = len(ids) - (self.bins[-1][-1].shared(ids) if joins else 0)
         if self.tokens and self.tokens + cost > self.max_tokens:
             return False
-        if fresh:
+        if not joins:
             self._open_trie(len(ids))
             self.group = span.group
         path = self.bins[-1][-1].add(ids)
         places = np.arange(offset, offset + len(span.asked))
-        self.asked.append((len(self.bins) - 1, len(self.bins[-1]) - 1, path[span.asked - 1], span.ids[span.asked], places))
+        where = (len(self.bins) - 1, len(self.bins[-1]) - 1)
+        self.asked.append((*where, path[span.asked - 1], span.ids[span.asked], places))
         self.tokens += cost
         return True
 
@@ -169,4 +181,3 @@ def _mask(tries: list[_Trie]) -> Tensor | None:
             mask[np.ix_(new + start, path + start)] = np.where(visible, 0.0, -np.inf)
         start += trie.size
     return torch.from_numpy(mask)
-

@@ -5,13 +5,20 @@ doubling and never shrinks. Shapes: B sequences, L cached positions; the rest as
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from areal.engine.decoder import Decoder
+
+PASS_TOKENS = 16384
+"""Prompt tokens computed at once: bounds memory when many requests join together."""
+
+Prompt = tuple[int, ...]
 
 
 class Runner:
@@ -34,33 +41,13 @@ class Runner:
     def prefill(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> Tensor:
         """Fill cache rows with prompts, equal ones computed once; return the logits [B,V] after each."""
         self._reserve(max(rows) + 1, max(map(len, prompts)))
-        same: dict[tuple[int, ...], list[int]] = defaultdict(list)
-        for b, prompt in enumerate(prompts):
-            same[tuple(prompt)].append(b)
-        unique = sorted(same, key=len)
-        ids = torch.tensor([token for prompt in unique for token in prompt])
-        positions = torch.cat([torch.arange(len(prompt)) for prompt in unique])
-        runs = _equal_lengths(unique)
-
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            outputs, at = [], 0
-            for length, members in runs:
-                span = slice(at, at + length * len(members))
-                q_b, k_b, v_b = (x[span].view(-1, length, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
-                for b, prompt in enumerate(members):
-                    for copy in same[prompt]:
-                        self._keys[layer][rows[copy], :, :length] = k_b[b]
-                        self._values[layer][rows[copy], :, :length] = v_b[b]
-                mixed = F.scaled_dot_product_attention(q_b, k_b, v_b, is_causal=True, enable_gqa=True)
-                outputs.append(mixed.transpose(1, 2).flatten(0, 1))
-                at = span.stop
-            return torch.cat(outputs)
-
-        hidden = self.decoder.hidden(ids, positions, attend)
-        ends = torch.cumsum(torch.tensor([len(prompt) for prompt in unique]), 0) - 1
-        logits = self.decoder.logits(hidden[ends])
+        homes: dict[Prompt, list[int]] = defaultdict(list)
+        for row, prompt in zip(rows, prompts, strict=True):
+            homes[tuple(prompt)].append(row)
+        unique = sorted(homes, key=len)
+        logits = torch.cat([self._fill(part, homes) for part in _passes(unique)])
         place = {prompt: i for i, prompt in enumerate(unique)}
-        return logits[torch.tensor([place[tuple(prompt)] for prompt in prompts])]
+        return logits[[place[tuple(prompt)] for prompt in prompts]]
 
     @torch.inference_mode()
     def decode(self, ids: Sequence[int], positions: Sequence[int]) -> Tensor:
@@ -89,6 +76,26 @@ class Runner:
         for cache in (*self._keys, *self._values):
             cache[target, :, :length] = cache[source, :, :length]
 
+    def _fill(self, prompts: Sequence[Prompt], homes: dict[Prompt, list[int]]) -> Tensor:
+        """One pass over prompts in order of length: each into its cache rows; the logits after each."""
+        runs = [_Run.of(length, list(members), homes) for length, members in groupby(prompts, key=len)]
+        sizes = [run.length * run.count for run in runs]
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            outputs = []
+            for run, *parts in zip(runs, q.split(sizes), k.split(sizes), v.split(sizes), strict=True):
+                q_b, k_b, v_b = (x.view(run.count, run.length, *x.shape[1:]).transpose(1, 2) for x in parts)
+                self._keys[layer][run.rows, :, : run.length] = k_b[run.sources]
+                self._values[layer][run.rows, :, : run.length] = v_b[run.sources]
+                mixed = F.scaled_dot_product_attention(q_b, k_b, v_b, is_causal=True, enable_gqa=True)
+                outputs.append(mixed.transpose(1, 2).flatten(0, 1))
+            return torch.cat(outputs)
+
+        ids = torch.tensor([token for prompt in prompts for token in prompt])
+        positions = torch.cat([torch.arange(run.length).repeat(run.count) for run in runs])
+        ends = torch.tensor([len(prompt) for prompt in prompts]).cumsum(0) - 1
+        return self.decoder.logits(self.decoder.hidden(ids, positions, attend)[ends])
+
     def _reserve(self, rows: int, length: int) -> None:
         if rows <= self._rows and length <= self._length:
             return
@@ -102,11 +109,31 @@ class Runner:
         self._rows, self._length = rows, length
 
 
-def _equal_lengths(prompts: Sequence[tuple[int, ...]]) -> list[tuple[int, list[tuple[int, ...]]]]:
-    """Neighbouring prompts of one length, as (length, members)."""
-    runs: list[tuple[int, list[tuple[int, ...]]]] = []
+@dataclass
+class _Run:
+    """Neighbouring prompts of one length, and the cache rows that take each."""
+
+    length: int
+    count: int
+    rows: Tensor
+    sources: Tensor
+    """The prompt of each row, counted within the run."""
+
+    @classmethod
+    def of(cls, length: int, prompts: Sequence[Prompt], homes: dict[Prompt, list[int]]) -> "_Run":
+        pairs = [(row, source) for source, prompt in enumerate(prompts) for row in homes[prompt]]
+        rows, sources = torch.tensor(pairs).unbind(1)
+        return cls(length, len(prompts), rows, sources)
+
+
+def _passes(prompts: Sequence[Prompt]) -> Iterator[list[Prompt]]:
+    """Neighbours, of at most PASS_TOKENS tokens together."""
+    part: list[Prompt] = []
+    tokens = 0
     for prompt in prompts:
-        if not runs or runs[-1][0] != len(prompt):
-            runs.append((len(prompt), []))
-        runs[-1][1].append(prompt)
-    return runs
+        if part and tokens + len(prompt) > PASS_TOKENS:
+            yield part
+            part, tokens = [], 0
+        part.append(prompt)
+        tokens += len(prompt)
+    yield part

@@ -41,16 +41,22 @@ class Choices:
 
 
 @torch.inference_mode()
-def sample(logits: Tensor, choices: Choices, counts: Sequence[int]) -> tuple[list[int], list[float]]:
-    """Tokens and their log-probs; `counts[b]` is how many tokens row b has already drawn.
+def sample(
+    logits: Tensor, choices: Choices, counts: Sequence[int], banned: Tensor | None = None
+) -> tuple[list[int], list[float]]:
+    """Tokens and their log-probs; `counts[b]` is how many row b has already drawn, `banned[B,V]` what it may not draw.
 
-    Log-probs are those of the temperature-scaled distribution over the whole vocabulary (temperature 1 for greedy), which
-    is what the trainer recomputes.
+    Log-probs are those of the temperature-scaled distribution over the whole vocabulary (temperature 1 for greedy),
+    which is what the trainer recomputes; top_p, top_k and `banned` limit the choice without changing them.
     """
-    logprobs = (logits / choices.temperatures[:, None]).log_softmax(dim=-1)
+    scaled = logits / choices.temperatures[:, None]
+    logprobs = scaled.log_softmax(dim=-1)
     probs = logprobs.exp()
+    if banned is not None:
+        scaled = scaled.masked_fill(banned, -torch.inf)
+        probs = scaled.softmax(dim=-1)
     drawn = _invert(_limit(probs, choices) if choices.limited else probs, uniforms(choices.seeds, counts))
-    tokens = torch.where(choices.greedy, logits.argmax(dim=-1), drawn)
+    tokens = torch.where(choices.greedy, scaled.argmax(dim=-1), drawn)
     return tokens.tolist(), logprobs.gather(1, tokens[:, None]).squeeze(1).tolist()
 
 
@@ -79,5 +85,7 @@ def _limit(probs: Tensor, choices: Choices) -> Tensor:
     before = ranked.cumsum(dim=-1) - ranked
     rank = torch.arange(probs.shape[-1])
     top_k = torch.where(choices.top_k > 0, choices.top_k, probs.shape[-1])
-    kept = (before < choices.top_p[:, None]) & (rank < top_k[:, None])
+    # A row without top_p keeps its whole tail: rounding must not make it depend on who shares its batch.
+    top_p = torch.where(choices.top_p < 1, choices.top_p, torch.inf)
+    kept = (before < top_p[:, None]) & (rank < top_k[:, None])
     return torch.zeros_like(probs).scatter_(1, order, torch.where(kept, ranked, 0.0))

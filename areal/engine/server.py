@@ -6,6 +6,7 @@ It serves rollout workers on a Unix socket whose address it tells the driver, an
 import asyncio
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from areal.engine.architecture import read_architecture
@@ -39,6 +40,7 @@ async def serve_engine(directory: Path) -> None:
 
     with tempfile.TemporaryDirectory(prefix="areal-") as place:
         endpoint = await serve(f"unix:{place}/engine", greet, wire=api_wire(), peer="a rollout worker")
+        handlers["cpu_seconds"] = time.process_time
         home = await dial_home(ROLE, 0, {"address": endpoint.address}, handlers, wire=api_wire())
         await home.closed
         await endpoint.close()

@@ -1,8 +1,8 @@
 """Train a decoder: packed forward and backward passes, AdamW on the flat buffer, checkpoints, published versions.
 
 A batch is flat: the N positions whose tokens are trained, with every per-token figure as a tensor [N] beside them. The
-loss sums over positions with weights that the caller chose for the whole batch, so how the batch is cut into passes does
-not change the gradient.
+loss sums over positions with weights that the caller chose for the whole batch, so how the batch is cut into passes
+does not change the gradient.
 """
 
 import math
@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from areal.api.engine_api import WeightUpdate
 from areal.config.actor import OptimizerConfig
 from areal.engine.architecture import Architecture, write_architecture
-from areal.engine.decoder import Decoder
+from areal.engine.decoder import Decoder, parameter_count
 from areal.engine.packing import Pack, Span, pack
 from areal.engine.weights import SharedWeights, digest, load_weights, save_weights
 
@@ -30,7 +30,7 @@ HEAD_ELEMENTS = 1 << 24
 """Logits held at once: positions times vocabulary."""
 
 Loss = Callable[[Tensor, dict[str, Tensor]], tuple[Tensor, dict[str, Tensor]]]
-"""(log-probs [n], per-token fields [n]) -> (summed weighted loss, figures to be summed over passes)"""
+"""(log-probs [n], per-token fields [n]) -> (summed weighted loss, figures: sums over passes, maxima if named max_…)"""
 
 
 @dataclass
@@ -60,7 +60,7 @@ class TrainingEngine:
         self.total_steps = total_steps
         self.max_tokens_per_mb = max_tokens_per_mb
         self._config = optimizer
-        size = Decoder(architecture).flat.numel()
+        size = parameter_count(architecture)
         self.flat = torch.zeros(size)
         self.flat_grad = torch.zeros(size)
         self.decoder = Decoder(architecture, self.flat, self.flat_grad)
@@ -90,7 +90,7 @@ class TrainingEngine:
             sums["loss"] += value.item()
             sums["forward_tokens"] += len(part.ids)
             for name, figure in figures.items():
-                sums[name] += figure.item()
+                sums[name] = max(sums[name], figure.item()) if name.startswith("max_") else sums[name] + figure.item()
         sums["grad_norm"] = self._step()
         sums["lr"] = self._optimizer.param_groups[0]["lr"]
         return dict(sums)
@@ -100,17 +100,17 @@ class TrainingEngine:
         if self._shared_dir is None:
             base = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
             self._shared_dir = Path(tempfile.mkdtemp(prefix="areal-weights-", dir=base))
-            self._shared = [
-                SharedWeights(self._shared_dir / str(i), self.flat.numel(), create=True) for i in range(2)
-            ]
+            self._shared = [SharedWeights(self._shared_dir / str(i), self.flat.numel(), create=True) for i in range(2)]
         slot = self._shared[self.version % 2]
         slot.flat.copy_(self.flat)
         return WeightUpdate(self.version, digest(slot.flat), str(slot.path))
 
     def save(self, directory: str) -> None:
         """Write the model in Hugging Face's format (the tokenizer is the caller's)."""
-        save_weights(self.decoder, Path(directory))
-        write_architecture(self.architecture, Path(directory), eos_token_id=None)
+        target = Path(directory)
+        target.mkdir(parents=True, exist_ok=True)
+        save_weights(self.decoder, target)
+        write_architecture(self.architecture, target)
 
     def state(self) -> dict[str, Any]:
         """What a resumed run needs beyond the model itself."""
@@ -130,14 +130,10 @@ class TrainingEngine:
     def _forward(self, part: Pack, temperatures: Tensor) -> Tensor:
         hidden = self.decoder.hidden(part.ids, part.positions, part.attend)[part.sources]
         rows = max(1, HEAD_ELEMENTS // self.architecture.vocab_size)
-        pieces = list(
-            zip(hidden.split(rows), part.targets.split(rows), temperatures.split(rows), strict=True)
-        )
+        pieces = list(zip(hidden.split(rows), part.targets.split(rows), temperatures.split(rows), strict=True))
         if len(pieces) == 1:
             return self._token_logprobs(*pieces[0])
-        return torch.cat(
-            [checkpoint(self._token_logprobs, *piece, use_reentrant=False) for piece in pieces]
-        )
+        return torch.cat([checkpoint(self._token_logprobs, *piece, use_reentrant=False) for piece in pieces])
 
     def _token_logprobs(self, hidden: Tensor, targets: Tensor, temperatures: Tensor) -> Tensor:
         logits = self.decoder.logits(hidden) / temperatures[:, None]

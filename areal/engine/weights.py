@@ -4,10 +4,12 @@ import hashlib
 import json
 import mmap
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -34,14 +36,14 @@ def load_weights(decoder: Decoder, directory: Path) -> None:
     """Fill the decoder from every safetensors file of a Hugging Face directory."""
     homes = _tensor_files(directory)
     with torch.no_grad():
-        for name, parts in _parts(decoder):
+        for name, part in _parts(decoder):
             if name not in homes:
                 raise ModelError(f"the weights in {str(directory)!r} lack {name}")
-            with safe_open(homes[name], framework="pt") as file:
+            with _opened(homes[name]) as file:
                 tensor = file.get_tensor(name)
-            if tensor.shape != parts.shape:
-                raise ModelError(f"{name} in {str(directory)!r} has shape {list(tensor.shape)}, not {list(parts.shape)}")
-            parts.copy_(tensor)
+            if tensor.shape != part.shape:
+                raise ModelError(f"{name} in {str(directory)!r} has shape {[*tensor.shape]}, not {[*part.shape]}")
+            part.copy_(tensor)
 
 
 def save_weights(decoder: Decoder, directory: Path) -> None:
@@ -89,12 +91,24 @@ def _rows(kind: str, a: Architecture, total: int) -> list[int]:
 def _tensor_files(directory: Path) -> dict[str, Path]:
     index = directory / "model.safetensors.index.json"
     if index.exists():
-        table: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        try:
+            table: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        except (ValueError, KeyError) as error:
+            raise ModelError(f"{index} is no index of weights: {error!r}") from None
         return {name: directory / file for name, file in table.items()}
     homes: dict[str, Path] = {}
     for path in sorted(directory.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
+        with _opened(path) as file:
             homes |= dict.fromkeys(file.keys(), path)
     if not homes:
         raise ModelError(f"no *.safetensors weights in {str(directory)!r}")
     return homes
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"cannot read the weights in {str(path)!r}: {error}") from None

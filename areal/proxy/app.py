@@ -126,31 +126,31 @@ class App:
         return b"".join(chunks)
 
     async def _answer(self, session: Session, call: Call, receive: Receive) -> Reply:
-        """Generate while the client listens; it going away, or its session ending, aborts."""
-        if len(session.calls) >= self._limits.max_calls_per_session:
-            raise too_many_calls(self._limits.max_calls_per_session)
+        """Generate while the client listens; it going away, or its session ending, cancels this task."""
         if session.ended:  # while the body was on its way
             raise session_ended()
-        work = asyncio.ensure_future(self._generation.answer(session, call))
-        gone = asyncio.ensure_future(_disconnected(receive))
+        if len(session.calls) >= self._limits.max_calls_per_session:
+            raise too_many_calls(self._limits.max_calls_per_session)
+        task = asyncio.current_task()
+        assert task is not None
+        listener = asyncio.ensure_future(_cancel_when_gone(task, receive))
+        session.calls.add(task)
         try:
-            with session.running(work):
-                # The deadline is the engine's: Generation.timeout_seconds.
-                await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+            return await self._generation.answer(session, call)
+        except asyncio.CancelledError:
+            if not (session.ended or listener.done()):
+                raise
+            task.uncancel()  # it was ours, and ends here
+            raise (session_ended() if session.ended else ClientGone()) from None
         finally:
-            gone.cancel()
-            if not work.done():
-                work.cancel()
-        if work.cancelled():
-            raise session_ended() if session.ended else ClientGone()
-        if not work.done():
-            raise ClientGone()
-        return work.result()
+            session.calls.discard(task)
+            listener.cancel()
 
 
-async def _disconnected(receive: Receive) -> None:
+async def _cancel_when_gone(task: asyncio.Task[Any], receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+    task.cancel()
 
 
 def _json(value: dict[str, Any]) -> Response:

@@ -29,6 +29,7 @@ class Server:
                 lifespan="off",
                 ws="none",
                 server_header=False,
+                date_header=False,
                 # Longer than any client keeps one, so that it is never closed under a request.
                 timeout_keep_alive=75,
                 timeout_graceful_shutdown=1,
@@ -47,7 +48,7 @@ class Server:
             raise RuntimeError(f"the proxy's server did not start within {START_SECONDS:g} s on {self.origin}")
 
     async def stop(self) -> None:
-        self._uvicorn.should_exit = True
+        self._uvicorn.ending.set()
         if self._task is not None:
             await asyncio.wait((self._task,), timeout=STOP_SECONDS)
             self._task.cancel()
@@ -55,11 +56,12 @@ class Server:
 
 
 class _Uvicorn(uvicorn.Server):
-    """A server that leaves signals to the process that hosts it, and says when it is up."""
+    """A server that leaves signals to the process that hosts it, says when it is up, and ends when told, not polled."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self.up = asyncio.Event()
+        self.ending = asyncio.Event()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -68,6 +70,9 @@ class _Uvicorn(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self.up.set()
+
+    async def main_loop(self) -> None:
+        await self.ending.wait()
 
 
 def _require_loopback(host: str) -> None:

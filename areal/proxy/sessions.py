@@ -8,7 +8,6 @@ import asyncio
 import secrets
 from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,16 +34,8 @@ class Session:
     gconfig: GenerationHyperparameters
     """Sampling where a request says nothing."""
     calls: set[asyncio.Task[Any]] = field(default_factory=set)
-    """Calls running now."""
+    """The tasks that answer its calls now."""
     ended: bool = False
-
-    @contextmanager
-    def running(self, call: asyncio.Task[Any]) -> Iterator[None]:
-        self.calls.add(call)
-        try:
-            yield
-        finally:
-            self.calls.discard(call)
 
 
 class Sessions:

@@ -1,1 +1,1 @@
-"""Assemble the parts a config names, and the loop: take a batch, step, publish weights, checkpoint, show."""
+"""Assemble the parts a config names, and the loop: take a batch, advantages, step, publish weights, checkpoint."""

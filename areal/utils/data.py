@@ -6,14 +6,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-PADDING = {"versions": -1, "completion_index": -1, "temperatures": 1}
-"""What a field is padded with where 0 would mean something."""
+PADDING = {"attention_mask": 0, "loss_mask": 0, "versions": -1, "completion_index": -1, "temperatures": 1}
+"""What fields are padded with whatever `pad_value` is, because another value would mean something."""
 
 
 def concat_padded_tensors(dicts: Sequence[dict[str, Tensor]], pad_value: float = 0) -> dict[str, Tensor]:
     """Join tensor dicts along the batch, padding [B, L, …] tensors on the right to the longest L.
 
-    A dict that has `input_ids` but lacks `attention_mask` gets one of ones first, so that padding can be told from tokens.
+    A dict that has `input_ids` but lacks `attention_mask` gets one of ones first: padding can be told from tokens.
     """
     if not dicts:
         raise ValueError("concat_padded_tensors needs at least one dict, got none")

@@ -21,7 +21,9 @@ CHATML = """\
 
 THINKING = """\
 {%- set last = namespace(user=0) %}
-{%- for message in messages %}{%- if message.role == 'user' %}{%- set last.user = loop.index0 %}{%- endif %}{%- endfor %}
+{%- for message in messages %}
+{%- if message.role == 'user' %}{%- set last.user = loop.index0 %}{%- endif %}
+{%- endfor %}
 {%- for message in messages %}
 {{- '<|im_start|>' + message.role + '\\n' }}
 {%- if message.role == 'assistant' and loop.index0 < last.user %}
@@ -56,10 +58,18 @@ MISTRAL = """\
 {%- endif %}
 {%- endfor %}"""
 
-SPECIALS = (
-    "<|pad|> <|begin|> <|im_start|> <|im_end|> <|header|> <|end_header|> <|eot|> <start_of_turn> <end_of_turn> </s> "
-    "<tool_call> </tool_call> [INST] [/INST]"
-).split()
+CHATML_MARKS = ["<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>"]
+OTHER_MARKS = [
+    "<|header|>",
+    "<|end_header|>",
+    "<|eot|>",
+    "<start_of_turn>",
+    "<end_of_turn>",
+    "[INST]",
+    "[/INST]",
+    "</s>",
+]
+SPECIALS = ["<|pad|>", "<|begin|>", *CHATML_MARKS, *OTHER_MARKS]
 
 ENDS = {
     "chatml": (CHATML, "<|im_end|>"),

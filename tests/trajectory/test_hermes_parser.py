@@ -50,15 +50,18 @@ def test_malformed_call_beside_a_good_one_stays_text():
     assert parse(text) == ("<tool_call>oops</tool_call>", [("add", {})])
 
 
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(st.characters(exclude_categories=["Cs"])),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=8,
-)
+def test_end_mark_inside_an_argument_is_an_argument():
+    text = '<tool_call>{"name": "echo", "arguments": {"text": "</tool_call> <tool_call>"}}</tool_call>'
+    assert parse(text) == ("", [("echo", {"text": "</tool_call> <tool_call>"})])
 
 
-@given(st.lists(st.tuples(st.from_regex(r"[a-z_]{1,9}", fullmatch=True), st.dictionaries(st.text(max_size=5), JSON))))
+NAMES = st.sampled_from(["add", "lookup_2", "é"])
+VALUES = st.none() | st.booleans() | st.integers() | st.text(max_size=9) | st.lists(st.integers(), max_size=3)
+ARGUMENTS = st.dictionaries(st.text(max_size=5), VALUES, max_size=3)
+
+
+@given(st.lists(st.tuples(NAMES, ARGUMENTS), max_size=3))
 def test_what_is_written_well_is_read_back(calls):
-    bodies = [json.dumps({"name": name, "arguments": arguments}) for name, arguments in calls]
-    text = "\n".join(f"<tool_call>\n{body}\n</tool_call>" for body in bodies if "</tool_call>" not in body)
-    assert parse(text)[1] == calls
+    bodies = [json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False) for name, arguments in calls]
+    text = "\n".join(f"<tool_call>\n{body}\n</tool_call>" for body in bodies)
+    assert parse(text) == ("", calls)

@@ -1,5 +1,4 @@
 import math
-from decimal import Decimal
 
 import numpy as np
 import pytest
@@ -67,8 +66,7 @@ def test_dict_goes_to_the_completions_it_names(chain):
 
 @pytest.mark.parametrize(
     "bad",
-    [math.nan, math.inf, "1.0", "", [1.0], np.array([1.0]), torch.tensor([1.0]), {}, {"chatcmpl-nobody": 1.0}, 1j]
-    + [Decimal("1"), object(), {7: 1.0}, {None: 1.0}],
+    [math.nan, math.inf, "1.0", "", [1.0], np.array([1.0]), torch.tensor([1.0]), {}, {"nobody": 1.0}, {7: 1.0}, 1j],
 )
 def test_what_is_no_reward_is_refused_naming_agent_and_value(chain, bad):
     with pytest.raises(RewardInvalid, match="MyAgent"):

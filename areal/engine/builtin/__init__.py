@@ -1,1 +1,1 @@
-"""Models this package makes itself: `builtin:tiny-math`. Made once, with a seed of their own, and kept in the user's cache."""
+"""Models this package makes itself, once each, with a seed of their own, kept in the user's cache."""

@@ -9,7 +9,8 @@ from typing import Any
 
 CALL_END = "</tool_call>"
 
-_BLOCK = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_BEGIN = re.compile(r"<tool_call>\s*")
+_END = re.compile(r"\s*</tool_call>")
 
 
 def parse(text: str) -> tuple[str, list[tuple[str, dict[str, Any]]]]:
@@ -17,12 +18,12 @@ def parse(text: str) -> tuple[str, list[tuple[str, dict[str, Any]]]]:
     calls: list[tuple[str, dict[str, Any]]] = []
     around: list[str] = []
     end = 0
-    for block in _BLOCK.finditer(text):
-        call = _call(block.group(1))
+    for begin in _BEGIN.finditer(text):
+        call = _call(text, begin.end()) if begin.start() >= end else None
         if call is not None:
-            around.append(text[end : block.start()])
-            calls.append(call)
-            end = block.end()
+            around.append(text[end : begin.start()])
+            name, arguments, end = call
+            calls.append((name, arguments))
     if not calls:
         return text, []
     # Whitespace beside a call belongs to the format: templates write it again themselves.
@@ -30,19 +31,21 @@ def parse(text: str) -> tuple[str, list[tuple[str, dict[str, Any]]]]:
     return "\n".join(piece for piece in pieces if piece), calls
 
 
-def _call(body: str) -> tuple[str, dict[str, Any]] | None:
+def _call(text: str, at: int) -> tuple[str, dict[str, Any], int] | None:
+    """The call whose JSON begins at `at`, and where its block ends."""
     try:
-        call = json.loads(body, parse_constant=_no_constant)
+        call, behind = json.JSONDecoder(parse_constant=_no_constant).raw_decode(text, at)
         # What JSON text allows but UTF-8 or JSON output does not (lone surrogates, 1e999) could never be sent.
         json.dumps(call, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError):
         return None
-    if not isinstance(call, dict) or set(call) != {"name", "arguments"}:
+    end = _END.match(text, behind)
+    if end is None or not isinstance(call, dict) or set(call) != {"name", "arguments"}:
         return None
     name, arguments = call["name"], call["arguments"]
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         return None
-    return name, arguments
+    return name, arguments, end.end()
 
 
 def _no_constant(name: str) -> Any:

@@ -1,0 +1,86 @@
+"""The directory of one run: who may write to it, what is in it, and whether it is to be resumed.
+
+    RUN/config.yaml  metrics.jsonl  rollouts.jsonl  tensorboard/  logs/  checkpoints/step-000050/  summary.json
+
+A run that has a summary is finished. Nothing in it is ever overwritten by another run.
+"""
+
+import fcntl
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import IO, Any
+
+import yaml
+
+from areal.api.errors import RunExists
+from areal.config.experiment import ExperimentConfig
+from areal.config.loader import to_dict
+
+
+class RunDirectory:
+    def __init__(self, path: Path, lock: IO[str]) -> None:
+        self.path = path
+        self._lock = lock
+
+    @classmethod
+    def open(cls, config: ExperimentConfig) -> "RunDirectory":
+        """Take the run's directory, or refuse: it is finished, in use, or not to be resumed."""
+        trial = config.trial_name or time.strftime("%Y%m%d-%H%M%S") + f"-{os.getpid()}"
+        path = Path(config.output_dir) / config.experiment_name / trial
+        name = f"{config.experiment_name}/{trial}"
+        if (path / "summary.json").exists():
+            raise RunExists(f"the run {name} is finished and is not overwritten ({path}); choose another trial_name")
+        if (path / "config.yaml").exists() and config.recover.mode == "off":
+            raise RunExists(
+                f"the run {name} exists ({path}); choose another trial_name, or recover.mode=auto to resume it"
+            )
+        path.mkdir(parents=True, exist_ok=True)
+        lock = _lock(path, name)
+        _write_atomically(path / "config.yaml", yaml.safe_dump(to_dict(config), sort_keys=False))
+        return cls(path, lock)
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def curve(self) -> Path:
+        return self.path / "reward_curve.png"
+
+    def checkpoint(self, step: int) -> Path:
+        return self.path / "checkpoints" / f"step-{step:06d}"
+
+    def checkpoints(self) -> list[Path]:
+        """Complete ones, oldest first."""
+        return sorted((self.path / "checkpoints").glob("step-*"))
+
+    def prune(self, keep: int) -> None:
+        for old in self.checkpoints()[:-keep]:
+            shutil.rmtree(old)
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        _write_atomically(self.path / "summary.json", json.dumps(summary, indent=2) + "\n")
+
+    def close(self) -> None:
+        self._lock.close()
+
+
+def _lock(path: Path, name: str) -> IO[str]:
+    lock = open(path / ".lock", "w")  # noqa: SIM115  (held for the life of the run)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.close()
+        raise RunExists(
+            f"the run {name} is being trained by another process ({path}); choose another trial_name"
+        ) from None
+    return lock
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text)
+    os.replace(temporary, path)

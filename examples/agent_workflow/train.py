@@ -1,0 +1,20 @@
+"""Train an agent: `python3 examples/agent_workflow/train.py --config examples/agent_workflow/config.yaml scheduler.type=local`.
+
+The agent is the config's `workflow`; any key can be overridden on the command line, `workflow=` too.
+"""
+
+import sys
+
+from areal import PPOTrainer
+from areal.api.cli_args import GRPOConfig, load_expr_config
+from areal.cli.exit import guard
+
+
+def main(argv: list[str]) -> None:
+    config, _ = load_expr_config(argv, GRPOConfig)
+    with PPOTrainer(config) as trainer:
+        trainer.train(workflow=config.workflow)
+
+
+if __name__ == "__main__":
+    sys.exit(guard(main, sys.argv[1:]))
