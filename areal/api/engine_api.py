@@ -1,4 +1,4 @@
-"""What an inference engine and a training engine promise. Variants are new classes; one conformance suite runs on each."""
+"""What an inference engine and a training engine promise. One conformance suite runs on every inference engine."""
 
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable

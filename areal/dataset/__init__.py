@@ -1,5 +1,5 @@
 """Tasks: built-in ones made on the spot, and the user's own."""
 
-from areal.dataset.sources import get_custom_dataset, read_tasks
+from areal.dataset.sources import TaskSource, get_custom_dataset, read_tasks
 
-__all__ = ["get_custom_dataset", "read_tasks"]
+__all__ = ["TaskSource", "get_custom_dataset", "read_tasks"]

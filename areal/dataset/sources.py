@@ -11,6 +11,8 @@ from areal.config.dataset import DatasetConfig
 from areal.dataset.procedural import SPLITS, TASKS
 
 Task = dict[str, Any]
+TaskSource = Iterable[Mapping[str, Any]] | str | Path
+"""A list of dicts, a .jsonl path, or a `datasets` Dataset."""
 
 
 def get_custom_dataset(split: str, dataset_config: DatasetConfig, tokenizer: Any = None) -> list[Task]:
@@ -30,7 +32,7 @@ def get_custom_dataset(split: str, dataset_config: DatasetConfig, tokenizer: Any
     return tasks
 
 
-def read_tasks(source: Iterable[Mapping[str, Any]] | str | Path) -> list[Task]:
+def read_tasks(source: TaskSource) -> list[Task]:
     """Tasks from a .jsonl path, a list of dicts, or anything that yields mappings (a `datasets` Dataset does)."""
     items = _jsonl(Path(source)) if isinstance(source, (str, Path)) else source
     tasks = []

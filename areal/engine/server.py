@@ -1,9 +1,11 @@
 """The embedded engine as a process of its own: `python -m areal.engine.server MODEL_DIRECTORY`.
 
-It serves rollout workers on a Unix socket whose address it tells the driver, and ends when the driver hangs up.
+It serves rollout workers on a Unix socket whose address it tells the driver, and ends, leaving nothing behind, when the
+driver hangs up or SIGTERM asks it to.
 """
 
 import asyncio
+import signal
 import sys
 import tempfile
 import time
@@ -25,7 +27,7 @@ ROLE = "engine"
 
 
 def load_engine(directory: Path) -> EmbeddedEngine:
-    """An embedded engine on the weights of a model directory. Needs a running event loop only when it is used."""
+    """An embedded engine on the weights of a model directory."""
     decoder = Decoder(read_architecture(directory))
     load_weights(decoder, directory)
     return EmbeddedEngine(Runner(decoder), load_hf_tokenizer(directory))
@@ -33,16 +35,18 @@ def load_engine(directory: Path) -> EmbeddedEngine:
 
 async def serve_engine(directory: Path) -> None:
     engine = load_engine(directory)
-    handlers = engine_handlers(engine)
+    handlers = engine_handlers(engine) | {"cpu_seconds": time.process_time}
+    ended = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
 
     def greet(channel: Channel) -> None:
         channel.handlers.update(handlers)
 
     with tempfile.TemporaryDirectory(prefix="areal-") as place:
         endpoint = await serve(f"unix:{place}/engine", greet, wire=api_wire(), peer="a rollout worker")
-        handlers["cpu_seconds"] = time.process_time
         home = await dial_home(ROLE, 0, {"address": endpoint.address}, handlers, wire=api_wire())
-        await home.closed
+        home.closed.add_done_callback(lambda _: ended.set())
+        await ended.wait()
         await endpoint.close()
         await engine.aclose()
 

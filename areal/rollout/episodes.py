@@ -27,8 +27,8 @@ from areal.rollout.workflows import agent_function, name_of
 from areal.trajectory import assign_reward, export, transcript
 from areal.utils import stats_tracker
 
-Outcome = tuple[Episode | Rejection, dict[int, str]]
-"""What came of an episode, and the weights behind it: version -> digest."""
+Digests = dict[int, str]
+"""The weights behind an episode: version -> digest."""
 
 
 class Door(Protocol):
@@ -38,14 +38,14 @@ class Door(Protocol):
 
     async def play(
         self, data: dict[str, Any], context: WorkflowContext, greedy: bool
-    ) -> tuple[Episode | None, dict[int, str]]:
+    ) -> tuple[Episode | None, Digests]:
         """Run user code to its end; None = it rejected the episode itself."""
         ...
 
 
 async def run_episode(
     door: Door, data: dict[str, Any], context: WorkflowContext, greedy: bool, seconds: float
-) -> Outcome:
+) -> tuple[Episode | Rejection, Digests]:
     """Never raises but when cancelled from outside."""
     began = time.monotonic()
     try:
@@ -62,7 +62,7 @@ async def run_episode(
 
 async def _bounded(
     door: Door, data: dict[str, Any], context: WorkflowContext, greedy: bool, seconds: float
-) -> tuple[Episode | None, dict[int, str]]:
+) -> tuple[Episode | None, Digests]:
     try:
         async with asyncio.timeout(seconds) as deadline:
             return await door.play(data, context, greedy)
@@ -95,7 +95,7 @@ class AgentDoor:
 
     async def play(
         self, data: dict[str, Any], context: WorkflowContext, greedy: bool
-    ) -> tuple[Episode | None, dict[int, str]]:
+    ) -> tuple[Episode | None, Digests]:
         session = self._proxy.open_session(gconfig=self._gconfig.new(greedy=True) if greedy else self._gconfig)
         inside = WorkflowContext(
             is_eval=context.is_eval,
@@ -103,6 +103,7 @@ class AgentDoor:
             base_url=session.base_url,
             api_key=session.api_key,
             http_client=self._proxy.http_client,
+            httpx2_client=self._proxy.httpx2_client,
         )
         try:
             with workflow_context.enter(inside):
@@ -122,6 +123,7 @@ class AgentDoor:
             "base_url": context.base_url,
             "api_key": context.api_key,
             "http_client": context.http_client,
+            "httpx2_client": context.httpx2_client,
         }
         kwargs = {key: value for key, value in offered.items() if self._accepted(key)}
         if inspect.iscoroutinefunction(self._run) or inspect.iscoroutinefunction(getattr(self._run, "__call__", None)):  # noqa: B004
@@ -147,7 +149,7 @@ class WorkflowDoor:
 
     async def play(
         self, data: dict[str, Any], context: WorkflowContext, greedy: bool
-    ) -> tuple[Episode | None, dict[int, str]]:
+    ) -> tuple[Episode | None, Digests]:
         witness = WitnessedEngine(self._engine, greedy)
         with workflow_context.enter(context):
             result = await self._workflow.arun_episode(witness, data)

@@ -1,7 +1,7 @@
 """The driver's half: tasks go out to workers as admission allows, finished groups come back and are handed over.
 
-Everything happens on one event loop and is driven by events: a group that ends, a batch that is taken and a version that
-is published each lead to the next admission at once. Nothing polls.
+Everything happens on one event loop and is driven by events: a group that ends and a version that is published each
+lead to the next admission at once. Nothing polls.
 """
 
 import asyncio
@@ -105,16 +105,12 @@ class Pipeline:
                 task = GroupTask(-self._evaluations, pickle.dumps(data), 1, is_eval=True, greedy=greedy)
                 return await self._send(task)
 
-        running = [asyncio.ensure_future(one(data)) for data in tasks]
-        failed = asyncio.ensure_future(self._wait_failure())
-        try:
-            gathered = asyncio.gather(*running)
-            await asyncio.wait({gathered, failed}, return_when=asyncio.FIRST_COMPLETED)
-            self._raise_failure()
-            results = await gathered
-        finally:
-            for each in (*running, failed):
-                each.cancel()
+        async with asyncio.TaskGroup() as group:
+            guard = group.create_task(self._until_failure())
+            running = [group.create_task(one(data)) for data in tasks]
+            await asyncio.wait(running)
+            guard.cancel()
+        results = [each.result() for each in running]
         for result in results:
             self._check_digests(result)
         return results
@@ -207,8 +203,9 @@ class Pipeline:
             f"the latest: {latest}"
         )
 
-    async def _wait_failure(self) -> None:
-        while self._failure is None:
+    async def _until_failure(self) -> None:
+        while True:
+            self._raise_failure()
             self._changed.clear()
             await self._changed.wait()
 

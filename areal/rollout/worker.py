@@ -22,6 +22,7 @@ from areal.config.rollout import RolloutConfig
 from areal.engine.remote import RemoteEngine
 from areal.infra import workflow_context
 from areal.infra.api_wire import api_wire
+from areal.infra.channel import Handler
 from areal.infra.dial_home import dial_home
 from areal.infra.endpoint import connect
 from areal.infra.workflow_context import WorkflowContext
@@ -131,7 +132,7 @@ async def serve_worker(index: int) -> None:
         assert worker is not None, "setup comes first"
         return await worker.run_group(task)
 
-    handlers = {"setup": setup, "run_group": run_group, "cpu_seconds": time.process_time}
+    handlers: dict[str, Handler] = {"setup": setup, "run_group": run_group, "cpu_seconds": time.process_time}
     home = await dial_home(ROLE, index, handlers=handlers, wire=api_wire())
     await home.closed
     if worker is not None:

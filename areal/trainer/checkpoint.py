@@ -1,4 +1,4 @@
-"""A checkpoint is a directory that appears whole: the model in Hugging Face's format, the tokenizer, the trainer's state."""
+"""A checkpoint is a directory that appears whole: a Hugging Face model with its tokenizer, and the trainer's state."""
 
 import os
 import shutil

@@ -1,20 +1,15 @@
 """Train an agent's model by reinforcement: `with PPOTrainer(config) as trainer: trainer.train(workflow=...)`."""
 
 import sys
-from collections.abc import Iterable, Mapping
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from areal.config.experiment import PPOConfig
-from areal.dataset import get_custom_dataset, read_tasks
+from areal.dataset import TaskSource, get_custom_dataset, read_tasks
 from areal.engine.models import find_model
 from areal.rollout.workflows import Workflow, WorkflowSpec, check
 from areal.trainer.run import GroupFilter, Plan, Tasks, TrainingRun, TrainResult
 from areal.trainer.run_directory import RunDirectory
-
-TaskSource = Iterable[Mapping[str, Any]] | str | Path
-"""A list of dicts, a .jsonl path, or a `datasets` Dataset."""
 
 
 class PPOTrainer:

@@ -102,10 +102,8 @@ class Processes:
         return RemoteWorker(arrival.channel)
 
     async def _start(self, name: str, module: list[str], env: dict[str, str]) -> Placement:
-        paths = [
-            path for path in sys.path if path
-        ]  # "" is the directory the driver was started in, as it is the child's
-        env = {"PYTHONPATH": os.pathsep.join([os.getcwd(), *paths]), **env, **self._home.env}
+        path = os.pathsep.join(each or os.getcwd() for each in sys.path)
+        env = {"PYTHONPATH": path, **env, **self._home.env}
         log = self._logs / f"{name.replace(' ', '-')}.log"
         return await self._scheduler.start(Command(name, [sys.executable, "-m", *module], log, env))
 

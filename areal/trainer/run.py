@@ -144,8 +144,7 @@ class TrainingRun:
         self._fleet.publish(self._engine.publish())
 
     def _keep(self, group: GroupResult) -> bool:
-        kept = self._plan.keep is None or self._plan.keep(tensors_of(group))
-        return kept
+        return self._plan.keep is None or self._plan.keep(tensors_of(group))
 
     def _note(self, groups: list[GroupResult], figures: dict[str, float], began: float) -> None:
         for group in groups:

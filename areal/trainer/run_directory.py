@@ -34,9 +34,7 @@ class RunDirectory:
         if (path / "summary.json").exists():
             raise RunExists(f"the run {name} is finished and is not overwritten ({path}); choose another trial_name")
         if (path / "config.yaml").exists() and config.recover.mode == "off":
-            raise RunExists(
-                f"the run {name} exists ({path}); choose another trial_name, or recover.mode=auto to resume it"
-            )
+            raise RunExists(f"the run {name} exists ({path}); choose another trial_name, or set recover.mode=auto")
         path.mkdir(parents=True, exist_ok=True)
         lock = _lock(path, name)
         _write_atomically(path / "config.yaml", yaml.safe_dump(to_dict(config), sort_keys=False))

@@ -1,4 +1,4 @@
-"""Train an agent: `python3 examples/agent_workflow/train.py --config examples/agent_workflow/config.yaml scheduler.type=local`.
+"""Train an agent: `python3 examples/agent_workflow/train.py --config examples/agent_workflow/config.yaml`.
 
 The agent is the config's `workflow`; any key can be overridden on the command line, `workflow=` too.
 """

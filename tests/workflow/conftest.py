@@ -27,7 +27,12 @@ class Speaker:
     prompts: list[str] = field(default_factory=list)
 
     def engine(self) -> FakeEngine:
-        return FakeEngine(vocab_size=len(self.tokenizer), max_positions=MAX_POSITIONS, script=self._script)
+        return FakeEngine(
+            vocab_size=len(self.tokenizer),
+            max_positions=MAX_POSITIONS,
+            script=self._script,
+            tokenizer=self.tokenizer,
+        )
 
     def _script(self, ids: Sequence[int]) -> Sequence[int]:
         self.prompts.append(self.tokenizer.decode(ids))

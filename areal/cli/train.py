@@ -1,0 +1,19 @@
+"""`areal train --config FILE a.b=c …`: the verb behind the example script."""
+
+import argparse
+
+from areal.api.errors import ConfigError
+from areal.config.experiment import GRPOConfig
+from areal.config.loader import load_expr_config
+
+
+def run(args: argparse.Namespace) -> int:
+    words = (["--config", args.config] if args.config else []) + args.overrides
+    config, _ = load_expr_config(words, GRPOConfig)
+    if not config.workflow:
+        raise ConfigError("workflow must name the agent to train; add workflow=my_module.MyAgent")
+    from areal.trainer.ppo import PPOTrainer
+
+    with PPOTrainer(config) as trainer:
+        trainer.train(workflow=config.workflow)
+    return 0

@@ -1,0 +1,59 @@
+"""Conversations as supervised examples: the assistant's turns are learned, everything else is given."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from areal.engine.packing import Span
+from areal.engine.training import TokenBatch
+
+Example = tuple[list[dict[str, Any]], list[dict[str, Any]] | None]
+"""Messages and tools; an assistant's message with `"learn": False` is given, not learned."""
+
+
+def supervised_batch(examples: Sequence[Example], tokenizer: Any) -> TokenBatch:
+    """Every learned token weighs the same."""
+    spans = [
+        supervised_span(messages, tools, tokenizer, group=-1 if tools else number)  # equal tools are a shared prefix
+        for number, (messages, tools) in enumerate(examples)
+    ]
+    total = sum(len(span.asked) for span in spans)
+    return TokenBatch(spans, torch.ones(total), {"weights": torch.full((total,), 1.0 / max(1, total))})
+
+
+def mean_nll(logprobs: Tensor, fields: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss for `TrainingEngine.train_batch`."""
+    return -(logprobs * fields["weights"]).sum(), {}
+
+
+def supervised_span(messages: list[dict[str, Any]], tools: Any, tokenizer: Any, group: int) -> Span:
+    ids: list[int] = []
+    asked: list[int] = []
+    for piece, learned in _pieces(messages, tools, tokenizer):
+        new = tokenizer(piece, add_special_tokens=False)["input_ids"]
+        asked += range(len(ids), len(ids) + len(new)) if learned else ()
+        ids += new
+    return Span(np.array(ids), np.array(asked, dtype=np.int64), group)
+
+
+def _pieces(messages: list[dict[str, Any]], tools: Any, tokenizer: Any) -> Iterator[tuple[str, bool]]:
+    """The rendered conversation cut at the assistant's turns, and whether each piece is learned."""
+
+    def render(count: int, generation_prompt: bool) -> str:
+        return str(
+            tokenizer.apply_chat_template(
+                messages[:count], tools=tools, tokenize=False, add_generation_prompt=generation_prompt
+            )
+        )
+
+    at = 0
+    for number, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        prompt, answered = render(number, True), render(number + 1, False).rstrip("\n")
+        yield prompt[at:], False
+        yield answered[len(prompt) :], message.get("learn", True)
+        at = len(answered)

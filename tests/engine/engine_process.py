@@ -1,0 +1,42 @@
+"""A real engine server process, as the driver of a run starts it."""
+
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from areal.engine.remote import RemoteEngine
+from areal.infra.api_wire import api_wire
+from areal.infra.dial_home import Arrival, Home
+from areal.infra.endpoint import connect
+from areal.infra.scheduler import Command, LocalScheduler, Placement
+
+START_SECONDS = 60.0
+
+
+@dataclass
+class EngineProcess:
+    home: Home
+    placement: Placement
+    arrival: Arrival
+
+    async def connect(self) -> RemoteEngine:
+        """An engine over a connection of its own, as a rollout worker has it."""
+        return RemoteEngine(await connect(self.arrival.info["address"], wire=api_wire(), peer="the engine"))
+
+
+@asynccontextmanager
+async def engine_process(model: Path, log: Path) -> AsyncIterator[EngineProcess]:
+    scheduler, home = LocalScheduler(), Home(api_wire())
+    await home.open()
+    try:
+        argv = [sys.executable, "-m", "areal.engine.server", str(model)]
+        # One thread: a test's process shares the machine with the tests.
+        env = home.env | {"OMP_NUM_THREADS": "1", "PYTHONPATH": ":".join(path for path in sys.path if path)}
+        placement = await scheduler.start(Command("engine", argv, log, env))
+        arrival = await home.expect("engine", 0, placement, timeout_seconds=START_SECONDS)
+        yield EngineProcess(home, placement, arrival)
+    finally:
+        await home.close()
+        await scheduler.close()
