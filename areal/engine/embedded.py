@@ -11,22 +11,19 @@ Invariants:
 import asyncio
 import time
 from collections import deque
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from areal.api.engine_api import EngineHealth, WeightUpdate
-from areal.api.errors import EngineError, WeightMismatch
+from areal.api.errors import EngineError
 from areal.api.io_struct import ModelRequest, ModelResponse
+from areal.engine.activity import Activity
 from areal.engine.runner import Runner
 from areal.engine.sampler import Choices, sample
 from areal.engine.sequence import Sequence
-from areal.engine.weights import SharedWeights, digest
+from areal.engine.weights import PublishedWeights, digest
 from areal.utils.logging import getLogger
-
-MERGE_GAP_SECONDS = 0.005
-"""Steps closer than this count as one stretch of activity."""
 
 logger = getLogger("engine")
 
@@ -49,8 +46,8 @@ class EmbeddedEngine:
         self._work = asyncio.Event()
         self._loop: asyncio.Task[None] | None = None
         self._ended: str | None = None
-        self._maps: dict[str, SharedWeights] = {}
-        self._activity: deque[tuple[float, float]] = deque(maxlen=100_000)
+        self._published = PublishedWeights()
+        self._activity = Activity()
         self.tokens_generated = 0
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
@@ -69,10 +66,7 @@ class EmbeddedEngine:
 
     async def update_weights(self, update: WeightUpdate) -> None:
         self._check_alive()
-        flat = self._map(update)
-        if digest(flat) != update.digest:
-            raise WeightMismatch(f"the weights of version {update.version} in {update.path} do not have their digest")
-        self._runner.decoder.flat.copy_(flat)
+        self._published.copy(update, self._runner.decoder.flat)
         self._version = update.version
         self._digests[update.version] = update.digest
         self._cache_is_stale = True
@@ -99,9 +93,7 @@ class EmbeddedEngine:
 
     def activity(self) -> list[tuple[float, float]]:
         """Stretches of time (monotonic seconds) in which tokens were produced, since the last call."""
-        stretches = list(self._activity)
-        self._activity.clear()
-        return stretches
+        return self._activity.take()
 
     async def aclose(self) -> None:
         if self._loop is not None:
@@ -135,19 +127,23 @@ class EmbeddedEngine:
         if self._cache_is_stale and self._running:
             self._runner.prefill(range(len(self._running)), [sequence.ids[:-1] for sequence in self._running])
         self._cache_is_stale = False
-        if self._waiting and len(self._running) < self._max_running:
-            self._prefill_waiting()
+        self._prefill_waiting()
         if self._running:
             self._decode_running()
         if not self._running and not self._waiting:
             self._work.clear()
         if self.tokens_generated > before:
-            self._note_activity(started, time.monotonic())
+            self._activity.note(started, time.monotonic())
 
     def _prefill_waiting(self) -> None:
-        room = self._max_running - len(self._running)
-        joining = [self._waiting.popleft() for _ in range(min(room, len(self._waiting)))]
         first = len(self._running)
+        joining: list[Sequence] = []
+        while self._waiting and first + len(joining) < self._max_running:
+            sequence = self._waiting.popleft()
+            if not sequence.done.done():
+                joining.append(sequence)
+        if not joining:
+            return
         logits = self._runner.prefill(range(first, first + len(joining)), [sequence.ids for sequence in joining])
         self._draw(joining, logits, _choices(joining))
         self._running += joining
@@ -190,23 +186,6 @@ class EmbeddedEngine:
         sequence.done.cancel()
         if sequence in self._waiting:
             self._waiting.remove(sequence)
-
-    def _map(self, update: WeightUpdate) -> torch.Tensor:
-        size = self._runner.decoder.flat.numel()
-        if update.path not in self._maps:
-            try:
-                self._maps[update.path] = SharedWeights(Path(update.path), size)
-            except (OSError, ValueError) as error:
-                raise WeightMismatch(
-                    f"the weights of version {update.version} must be a file of {size} float32 values, "
-                    f"{update.path!r} is not: {error}"
-                ) from None
-        return self._maps[update.path].flat
-
-    def _note_activity(self, start: float, end: float) -> None:
-        if self._activity and start - self._activity[-1][1] < MERGE_GAP_SECONDS:
-            start = self._activity.pop()[0]
-        self._activity.append((start, end))
 
     def _check_alive(self) -> None:
         if self._ended is not None:

@@ -5,6 +5,7 @@ driver hangs up or SIGTERM asks it to.
 """
 
 import asyncio
+import os
 import signal
 import sys
 import tempfile
@@ -24,6 +25,8 @@ from areal.infra.endpoint import serve
 from areal.utils.hf_utils import load_hf_tokenizer
 
 ROLE = "engine"
+NICENESS = 10
+"""Where cores are scarce the engine yields to those who ask it: more of them then share each decode step."""
 
 
 def load_engine(directory: Path) -> EmbeddedEngine:
@@ -52,4 +55,5 @@ async def serve_engine(directory: Path) -> None:
 
 
 if __name__ == "__main__":
+    os.nice(NICENESS)
     asyncio.run(serve_engine(Path(sys.argv[1])))

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from areal.api.errors import ModelError
 from areal.engine.packing import Span
 from areal.engine.training import TokenBatch
 
@@ -14,10 +15,14 @@ Example = tuple[list[dict[str, Any]], list[dict[str, Any]] | None]
 """Messages and tools; an assistant's message with `"learn": False` is given, not learned."""
 
 
+TOOL_GROUPS = 4
+"""Examples with tools begin alike, so they share prefixes; in several groups, because attention is quadratic in each."""
+
+
 def supervised_batch(examples: Sequence[Example], tokenizer: Any) -> TokenBatch:
     """Every learned token weighs the same."""
     spans = [
-        supervised_span(messages, tools, tokenizer, group=-1 if tools else number)  # equal tools are a shared prefix
+        supervised_span(messages, tools, tokenizer, group=-(number % TOOL_GROUPS) - 1 if tools else number)
         for number, (messages, tools) in enumerate(examples)
     ]
     total = sum(len(span.asked) for span in spans)
@@ -36,11 +41,11 @@ def supervised_span(messages: list[dict[str, Any]], tools: Any, tokenizer: Any, 
         new = tokenizer(piece, add_special_tokens=False)["input_ids"]
         asked += range(len(ids), len(ids) + len(new)) if learned else ()
         ids += new
-    return Span(np.array(ids), np.array(asked, dtype=np.int64), group)
+    return Span(np.array(ids, dtype=np.int64), np.array(asked, dtype=np.int64), group)
 
 
 def _pieces(messages: list[dict[str, Any]], tools: Any, tokenizer: Any) -> Iterator[tuple[str, bool]]:
-    """The rendered conversation cut at the assistant's turns, and whether each piece is learned."""
+    """The rendered conversation cut at the learned turns, and whether each piece is learned."""
 
     def render(count: int, generation_prompt: bool) -> str:
         return str(
@@ -49,11 +54,20 @@ def _pieces(messages: list[dict[str, Any]], tools: Any, tokenizer: Any) -> Itera
             )
         )
 
-    at = 0
+    answered = ""
     for number, message in enumerate(messages):
-        if message["role"] != "assistant":
+        if message["role"] != "assistant" or not message.get("learn", True):
             continue
-        prompt, answered = render(number, True), render(number + 1, False).rstrip("\n")
-        yield prompt[at:], False
-        yield answered[len(prompt) :], message.get("learn", True)
-        at = len(answered)
+        prompt = render(number, True)
+        yield _appended(answered, prompt), False
+        answered = render(number + 1, False).rstrip("\n")
+        yield _appended(prompt, answered), True
+
+
+def _appended(before: str, after: str) -> str:
+    if not after.startswith(before):
+        raise ModelError(
+            "the chat template changes earlier turns when a turn is added, so one sequence cannot teach them all; "
+            'mark all but the last assistant message with "learn": false, or use another template'
+        )
+    return after[len(before) :]

@@ -13,7 +13,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from areal.api.errors import ModelError
+from areal.api.engine_api import WeightUpdate
+from areal.api.errors import ModelError, WeightMismatch
 from areal.engine.architecture import Architecture
 from areal.engine.decoder import Decoder
 
@@ -67,6 +68,31 @@ class SharedWeights:
             self._map = mmap.mmap(file.fileno(), size * 4)
         self.path = path
         self.flat = torch.frombuffer(self._map, dtype=torch.float32)
+
+
+class PublishedWeights:
+    """The receiving end: weights that a trainer published, checked before they are used."""
+
+    def __init__(self) -> None:
+        self._maps: dict[str, SharedWeights] = {}
+
+    def copy(self, update: WeightUpdate, flat: Tensor) -> None:
+        """Put the weights of `update` into `flat`; on a mismatch `flat` is left as it was."""
+        published = self._map(update, flat.numel())
+        if digest(published) != update.digest:
+            raise WeightMismatch(f"the weights of version {update.version} in {update.path} do not have their digest")
+        flat.copy_(published)
+
+    def _map(self, update: WeightUpdate, size: int) -> Tensor:
+        if update.path not in self._maps:
+            try:
+                self._maps[update.path] = SharedWeights(Path(update.path), size)
+            except (OSError, ValueError) as error:
+                raise WeightMismatch(
+                    f"the weights of version {update.version} must be a file of {size} float32 values, "
+                    f"{update.path!r} is not: {error}"
+                ) from None
+        return self._maps[update.path].flat
 
 
 def _parts(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:

@@ -24,7 +24,7 @@ from areal.engine.training import TrainingEngine
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 T = TypeVar("T")
-LONG = 2000
+LONG = 600
 """Tokens that take far longer to draw than a call to the engine takes to arrive."""
 
 
@@ -182,10 +182,9 @@ async def test_every_token_carries_the_version_and_digest_of_its_weights(house: 
 
 
 async def test_new_weights_reach_running_requests_without_dropping_any(house: House, engine: InferenceEngine) -> None:
-    old, new = house.publish(), house.publish()
-    await engine.update_weights(old)
+    await engine.update_weights(old := house.publish())
     tasks = await begin(engine, 3, max_new_tokens=LONG)
-    await engine.update_weights(new)
+    await engine.update_weights(new := house.publish())
     for response in await soon(asyncio.gather(*tasks)):
         versions = response.output_versions
         assert response.output_len == LONG
@@ -195,15 +194,14 @@ async def test_new_weights_reach_running_requests_without_dropping_any(house: Ho
 
 
 async def test_a_paused_engine_draws_nothing_and_goes_on_where_it_was(house: House, engine: InferenceEngine) -> None:
-    first, second, third = house.publish(), house.publish(), house.publish()
-    await engine.update_weights(first)
+    await engine.update_weights(first := house.publish())
     (task,) = await begin(engine, max_new_tokens=LONG)
     await engine.pause()
-    await engine.update_weights(second)
+    await engine.update_weights(house.publish())
     joined = asyncio.create_task(engine.agenerate(ask(seed=1)))
     health = await until(engine, running=1, waiting=1)
     assert health.paused
-    await engine.update_weights(third)
+    await engine.update_weights(third := house.publish())
     await engine.resume()
     assert set((await soon(task)).output_versions) == {first.version, third.version}
     assert set((await soon(joined)).output_versions) == {third.version}

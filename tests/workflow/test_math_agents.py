@@ -116,10 +116,11 @@ async def test_tool_agent_shows_the_model_exactly_the_tools_it_was_taught(stage:
         (CALL, 3),
         (CALL.replace("add", "fly"), 1),
         (CALL.replace("3", '"x"'), 3),
-        ("<tool_call>\n{broken\n</tool_call>", 1),
+        ("<tool_call>\n{broken 7\n</tool_call>", 1),
+        ('{"name": "add", "b": 7', 1),
         ("", 1),
     ],
-    ids=["never answers", "unknown tool", "arguments of the wrong type", "malformed call", "empty answer"],
+    ids=["never answers", "unknown tool", "wrong arguments", "broken call", "call without its tag", "empty answer"],
 )
 async def test_what_the_model_does_wrong_with_tools_is_a_wrong_answer(stage: Any, said: str, calls: int) -> None:
     async with stage(lambda prompt: said) as s:

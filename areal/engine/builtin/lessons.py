@@ -10,6 +10,7 @@ from itertools import cycle
 from typing import Any
 
 from areal.dataset.procedural import TASKS, Problem
+from areal.engine.supervised import Example
 
 RETRY = "That is wrong. Try again."
 
@@ -36,23 +37,22 @@ CALCULATOR_TOOLS: list[dict[str, Any]] = [
 ]
 """Tool schemas as the OpenAI Agents SDK writes them for two-integer functions."""
 
-Lesson = tuple[list[dict[str, Any]], list[dict[str, Any]] | None]
-"""Messages, of which the assistant's are learned, and tools."""
 
-
-def lessons(seed: int) -> Iterator[Lesson]:
-    """An endless stream: mostly sorting, some sums, some second tries, a few tool calls."""
+def lessons(seed: int) -> Iterator[Example]:
+    """An endless stream: sorting with and without tools at hand, sums, second tries, calculator calls."""
     draw = random.Random(seed)
     sorting = cycle(list(TASKS["sort-digits"].problems("train", seed)))
     sums = cycle(list(TASKS["sums"].problems("train", seed)))
     while True:
         kind = draw.random()
-        if kind < 0.68:
+        if kind < 0.45:
             yield plain(next(sorting)), None
-        elif kind < 0.80:
+        elif kind < 0.55:
             yield plain(next(sums)), None
-        elif kind < 0.94:
+        elif kind < 0.65:
             yield second_try(next(sorting), draw), None
+        elif kind < 0.75:
+            yield plain(next(sorting)), CALCULATOR_TOOLS
         else:
             yield tool_use(next(sums)), CALCULATOR_TOOLS
 

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 MODEL = "default"
 """There is one model behind the proxy; it answers to any name."""
 TRY_AGAIN = "That is wrong. Try again."
+UNREAD_CALL = ("tool_call>", '{"')
+"""Marks of a tool call too broken to be read: it arrives as text, and its numbers are arguments, not an answer."""
 
 
 class MathAgent(AgentWorkflow):
@@ -55,7 +57,7 @@ class MathToolAgent(AgentWorkflow):
     """An agent of the OpenAI Agents SDK that has a calculator; 1.0 if its final answer is right, else 0.0.
 
     It has no instructions of its own: the task's messages say everything. What the model does wrong (no answer within
-    `max_turns` calls, a tool that does not exist) is a wrong answer, not a failed episode.
+    `max_turns` calls, a tool that does not exist, a call that is no JSON) is a wrong answer, not a failed episode.
     """
 
     def __init__(self, max_turns: int = 4) -> None:
@@ -77,7 +79,8 @@ class MathToolAgent(AgentWorkflow):
             )
         except (sdk.MaxTurnsExceeded, sdk.ModelBehaviorError):
             return 0.0
-        return _score(result.final_output, data)
+        answer = str(result.final_output)
+        return 0.0 if any(mark in answer for mark in UNREAD_CALL) else _score(answer, data)
 
 
 async def add(a: int, b: int) -> str:

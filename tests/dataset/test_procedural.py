@@ -1,0 +1,56 @@
+"""Built-in problems: right answers, and splits that share nothing and are shaped alike."""
+
+import pytest
+
+from areal.dataset import get_custom_dataset
+from areal.dataset.procedural import SPLITS, TASKS, split_of
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_splits_are_disjoint_and_cover_every_problem(name: str) -> None:
+    task = TASKS[name]
+    splits = {split: [problem.question for problem in task.problems(split)] for split in SPLITS}
+    everything = [question for questions in splits.values() for question in questions]
+    assert len(everything) == len(set(everything)) == task.size
+    for split, share in SPLITS.items():
+        assert len(splits[split]) / task.size == pytest.approx(len(share) / 100, abs=0.02)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_the_held_out_split_has_at_least_512_problems(name: str) -> None:
+    assert len(list(TASKS[name].problems("test"))) >= 512
+
+
+def test_the_seed_orders_problems_and_changes_no_split() -> None:
+    orders = [[problem.question for problem in TASKS["sums"].problems("test", seed)] for seed in (1, 1, 2)]
+    assert orders[0] == orders[1] != orders[2]
+    assert sorted(orders[0]) == sorted(orders[2])
+
+
+def test_a_split_is_not_skewed_by_the_number() -> None:
+    last_digits = [problem.question[-1] for problem in TASKS["sort-digits"].problems("test")]
+    counts = [last_digits.count(digit) for digit in "0123456789"]
+    assert min(counts) > 0.7 * len(last_digits) / 10
+
+
+def test_answers_are_right() -> None:
+    for problem in TASKS["sort-digits"].problems("valid"):
+        digits = problem.question.removeprefix("Sort ")
+        assert len(digits) == 4
+        assert problem.answer == "".join(sorted(digits))
+    for problem in TASKS["sums"].problems("valid"):
+        first, second = problem.question.removeprefix("What is ").removesuffix("?").split(" + ")
+        assert problem.answer == str(int(first) + int(second))
+
+
+def test_a_task_is_messages_and_an_answer() -> None:
+    problem = next(TASKS["sums"].problems("train"))
+    assert split_of(problem) == "train"
+    assert problem.as_task() == {"messages": [{"role": "user", "content": problem.question}], "answer": problem.answer}
+
+
+def test_the_front_door_gives_a_splits_problems() -> None:
+    from areal.config.dataset import DatasetConfig
+
+    tasks = get_custom_dataset(split="test", dataset_config=DatasetConfig(path="builtin:sort-digits"), tokenizer=None)
+    assert tasks == [problem.as_task() for problem in TASKS["sort-digits"].problems("test")]

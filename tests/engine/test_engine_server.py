@@ -1,0 +1,56 @@
+"""The engine as a process: how it begins, and the ways it ends."""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from engine_process import engine_process
+from tiny_models import write_model
+
+from areal.api.errors import EngineError, ProcessDied
+from areal.api.io_struct import ModelRequest
+from areal.config.generation import GenerationHyperparameters
+
+REQUEST = ModelRequest("r", [1, 2, 3], GenerationHyperparameters(max_new_tokens=4000, seed=1))
+
+
+def exists(path: str) -> bool:
+    return os.path.exists(path)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_model(tmp_path / "model")
+
+
+async def test_a_server_without_its_model_ends_with_the_reason(tmp_path: Path) -> None:
+    with pytest.raises(ProcessDied, match=r"engine \(pid \d+\) exited with code 1: .*no model at"):
+        async with engine_process(tmp_path / "gone", tmp_path / "log"):
+            pass
+
+
+async def test_a_killed_server_fails_the_calls_that_wait_for_it(model: Path, tmp_path: Path) -> None:
+    async with engine_process(model, tmp_path / "log") as process:
+        engine = await process.connect()
+        waiting = asyncio.create_task(engine.agenerate(REQUEST))
+        await engine.health()
+        os.kill(process.placement.pid, signal.SIGKILL)
+        with pytest.raises(EngineError, match="the engine is gone"):
+            await asyncio.wait_for(waiting, 30)
+        with pytest.raises(EngineError):
+            await engine.health()
+
+
+@pytest.mark.parametrize("by", ["the driver hanging up", "SIGTERM"])
+async def test_a_server_that_is_told_to_end_leaves_nothing_behind(model: Path, tmp_path: Path, by: str) -> None:
+    async with engine_process(model, tmp_path / "log") as process:
+        socket = process.arrival.info["address"].removeprefix("unix:")
+        assert exists(socket)
+        if by == "SIGTERM":
+            os.kill(process.placement.pid, signal.SIGTERM)
+        else:
+            await process.home.close()
+        assert await asyncio.wait_for(process.placement.wait(), 30) == 0
+        assert not exists(os.path.dirname(socket))

@@ -1,0 +1,90 @@
+"""However sequences are laid together, each token sees its own sequence and nothing else."""
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_models import training_engine
+from torch import Tensor
+
+from areal.engine.packing import Span, pack
+from areal.engine.training import TokenBatch, TrainingEngine
+
+ENGINE = training_engine()
+
+token_lists = st.lists(st.integers(0, 3), min_size=2, max_size=14)
+
+
+@st.composite
+def span_lists(draw: st.DrawFn) -> list[Span]:
+    """Sequences of a few groups, which often begin alike, with some positions asked for, at times none."""
+    spans = []
+    for _ in range(draw(st.integers(1, 8))):
+        ids = draw(st.sampled_from([[], [1] * 9, [1] * 6 + [2] * 6, [3]])) + draw(token_lists)
+        asked = draw(st.sets(st.integers(1, len(ids) - 1), max_size=6))
+        spans.append(Span(np.array(ids), np.array(sorted(asked), dtype=np.int64), draw(st.integers(0, 2))))
+    return spans
+
+
+def alone(engine: TrainingEngine, span: Span, temperature: float) -> Tensor:
+    """Log-probs of the asked tokens, from a plain causal pass over the whole sequence."""
+
+    def causal(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        heads_first = (x.transpose(0, 1) for x in (q, k, v))
+        return F.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True).transpose(0, 1)
+
+    ids = torch.from_numpy(span.ids)
+    with torch.no_grad():
+        hidden = engine.decoder.hidden(ids, torch.arange(len(ids)), causal)
+        logprobs = (engine.decoder.logits(hidden) / temperature).log_softmax(1)
+    return logprobs[span.asked - 1, ids[span.asked]]
+
+
+@settings(max_examples=60, deadline=None)
+@given(spans=span_lists(), budget=st.integers(1, 80), temperature=st.sampled_from([0.5, 1.0, 2.0]))
+def test_packed_logprobs_are_those_of_each_sequence_alone(spans: list[Span], budget: int, temperature: float) -> None:
+    total = sum(len(span.asked) for span in spans)
+    ENGINE.max_tokens_per_mb = budget
+    packed = ENGINE.logprobs(TokenBatch(spans, torch.full((total,), temperature)))
+    single = torch.cat([alone(ENGINE, span, temperature) for span in spans])
+    torch.testing.assert_close(packed, single, atol=1e-5, rtol=0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(spans=span_lists(), budget=st.integers(1, 80))
+def test_passes_keep_to_the_budget_and_ask_for_every_position_once(spans: list[Span], budget: int) -> None:
+    packs = pack(spans, budget)
+    longest = max((int(span.asked[-1]) for span in spans if len(span.asked)), default=0)
+    assert all(len(part.ids) <= max(budget, longest) for part in packs)
+    assert all(sum(part.sizes) == len(part.ids) for part in packs)
+    asked = sorted(place for part in packs for place in part.order.tolist())
+    assert asked == list(range(sum(len(span.asked) for span in spans)))
+
+
+def group(prefix: int, tails: int, count: int) -> list[Span]:
+    draw = np.random.default_rng(0)
+    start = draw.integers(0, 200, prefix)
+    sequences = [np.concatenate((start, [200 + i], draw.integers(0, 200, tails - 1))) for i in range(count)]
+    return [Span(ids, np.arange(prefix, prefix + tails), group=0) for ids in sequences]
+
+
+def test_a_shared_prompt_is_computed_once() -> None:
+    (part,) = pack(group(prefix=400, tails=10, count=8), 10_000)
+    assert len(part.ids) == 400 + 8 * 9
+
+
+def test_long_answers_to_a_short_prompt_are_not_forced_into_one_square_mask() -> None:
+    (part,) = pack(group(prefix=10, tails=1000, count=8), 100_000)
+    assert part.sizes == [1009] * 8
+    assert part.masks == [None] * 8
+
+
+def test_sequences_of_different_groups_share_nothing() -> None:
+    ids = np.arange(10)
+    (part,) = pack([Span(ids, np.array([9]), group) for group in (0, 1)], 1000)
+    assert len(part.ids) == 18
+
+
+def test_a_batch_that_asks_for_nothing_makes_no_pass() -> None:
+    assert pack([Span(np.arange(5), np.array([], dtype=np.int64), 0)], 10) == []

@@ -1,0 +1,138 @@
+"""Tokens come out as often as their probabilities say, and never from outside what a request allows."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from areal.engine import sampler
+from areal.engine.sampler import Choices, sample, uniforms
+
+LOGITS = torch.tensor([1.0, 0.0, -0.5, 2.0, -3.0, 0.5])
+DRAWS = 20_000
+CHI_SQUARE_LIMIT = 36.0
+"""Five degrees of freedom: exceeded by chance once in a million, and the seeds are fixed."""
+
+
+def draw(
+    logits: Tensor, *, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0, draws: int = DRAWS
+) -> tuple[list[int], list[float]]:
+    choices = Choices.of([(temperature, top_p, top_k, seed) for seed in range(draws)])
+    return sample(logits.expand(draws, -1), choices, [0] * draws)
+
+
+def chi_square(tokens: list[int], probs: Tensor) -> float:
+    observed = torch.bincount(torch.tensor(tokens), minlength=len(probs)).double()
+    expected = probs.double() * len(tokens)
+    assert observed[expected == 0].sum() == 0
+    kept = expected > 0
+    return float(((observed - expected)[kept] ** 2 / expected[kept]).sum())
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_frequencies_follow_the_tempered_probabilities(temperature: float) -> None:
+    tokens, _ = draw(LOGITS, temperature=temperature)
+    assert chi_square(tokens, (LOGITS / temperature).softmax(0)) < CHI_SQUARE_LIMIT
+
+
+def test_the_successive_tokens_of_one_seed_follow_the_probabilities_too() -> None:
+    choices = Choices.of([(1.0, 1.0, 0, 7)] * DRAWS)
+    tokens, _ = sample(LOGITS.expand(DRAWS, -1), choices, range(DRAWS))
+    assert chi_square(tokens, LOGITS.softmax(0)) < CHI_SQUARE_LIMIT
+
+
+def test_top_k_draws_among_the_likeliest_in_proportion() -> None:
+    tokens, _ = draw(LOGITS, top_k=3)
+    kept = torch.where(torch.tensor([True, False, False, True, False, True]), LOGITS, -torch.inf)
+    assert chi_square(tokens, kept.softmax(0)) < CHI_SQUARE_LIMIT
+
+
+def test_top_p_draws_from_the_smallest_set_that_holds_it() -> None:
+    ranked = LOGITS.softmax(0).sort(descending=True).values.cumsum(0)
+    tokens, _ = draw(LOGITS, top_p=float(ranked[1]) + 1e-3)
+    kept = torch.where(torch.tensor([True, False, False, True, False, True]), LOGITS, -torch.inf)
+    assert chi_square(tokens, kept.softmax(0)) < CHI_SQUARE_LIMIT
+    assert set(draw(LOGITS, top_p=1e-9)[0]) == {3}
+
+
+def test_top_p_and_top_k_limit_together() -> None:
+    assert set(draw(LOGITS, top_k=2, top_p=0.99)[0]) == {0, 3}
+
+
+def test_greedy_takes_the_likeliest() -> None:
+    assert set(draw(LOGITS, temperature=0.0, draws=50)[0]) == {3}
+
+
+def test_logprobs_are_of_the_whole_tempered_distribution_even_when_the_choice_is_limited() -> None:
+    for limits in ({}, {"top_k": 2}, {"top_p": 0.5}):
+        tokens, logprobs = draw(LOGITS, temperature=0.7, draws=100, **limits)
+        assert logprobs == pytest.approx((LOGITS / 0.7).log_softmax(0)[tokens].tolist(), abs=1e-6)
+    tokens, logprobs = draw(LOGITS, temperature=0.0, draws=3)
+    assert logprobs == pytest.approx(LOGITS.log_softmax(0)[tokens].tolist(), abs=1e-6)
+
+
+def test_banned_tokens_are_not_drawn_and_do_not_change_the_logprobs_of_others() -> None:
+    banned = torch.zeros(DRAWS, 6, dtype=torch.bool)
+    banned[:, 3] = True
+    choices = Choices.of([(1.0, 1.0, 0, seed) for seed in range(DRAWS)])
+    tokens, logprobs = sample(LOGITS.expand(DRAWS, -1), choices, [0] * DRAWS, banned)
+    assert chi_square(tokens, torch.where(banned[0], -torch.inf, LOGITS).softmax(0)) < CHI_SQUARE_LIMIT
+    assert logprobs == pytest.approx(LOGITS.log_softmax(0)[tokens].tolist(), abs=1e-6)
+    greedy = Choices.of([(0.0, 1.0, 0, 0)])
+    assert sample(LOGITS[None], greedy, [0], banned[:1])[0] == [0]
+
+
+def test_a_ban_on_all_the_probability_still_gives_an_allowed_token() -> None:
+    logits = torch.tensor([[200.0, 0.0, 0.0, 0.0]])
+    banned = torch.tensor([[True, False, False, True]])
+    drawn = {sample(logits, Choices.of([(1.0, 1.0, 0, seed)]), [0], banned)[0][0] for seed in range(50)}
+    assert drawn == {1, 2}
+
+
+@pytest.mark.parametrize("limits", [(1.0, 0), (0.9, 4)])
+@pytest.mark.parametrize("u", [0.0, 0.5, 1 - 2**-24])
+def test_no_token_of_probability_zero_is_drawn_at_any_point_of_the_range(
+    monkeypatch: pytest.MonkeyPatch, limits: tuple[float, int], u: float
+) -> None:
+    monkeypatch.setattr(sampler, "uniforms", lambda seeds, counts: torch.full((len(seeds),), u))
+    inf = torch.inf
+    logits = torch.tensor(
+        [[-inf, -inf, 1.0, -inf, 0.5, -500.0, 0.1, -inf], [-inf, 0.0, -inf, 0.0, -inf, 0.0, -inf, -inf]]
+    )
+    tokens, logprobs = sample(logits, Choices.of([(1.0, *limits, 1), (1.0, *limits, 2)]), [0, 0])
+    assert all(logits.softmax(1)[row, token] > 0 for row, token in enumerate(tokens))
+    assert all(np.isfinite(logprobs))
+
+
+def test_rounding_at_the_end_of_the_range_neither_leaves_the_allowed_set_nor_shrinks_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sampler, "uniforms", lambda seeds, counts: torch.full((len(seeds),), 1 - 2**-24))
+    logits = torch.randn(500, 300, generator=torch.Generator().manual_seed(0)).sort(dim=1, descending=True).values
+    free, limited = (1.0, 1.0, 0, 0), (1.0, 1.0, 2, 0)
+    alone, _ = sample(logits, Choices.of([free] * 500), [0] * 500)
+    beside = sample(torch.cat([logits, logits]), Choices.of([free] * 500 + [limited] * 500), [0] * 1000)[0]
+    assert beside[:500] == alone
+    assert set(beside[500:]) == {1}
+
+
+def test_a_row_draws_the_same_whoever_shares_its_batch() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(64, 1000, generator=generator) * 3
+    rows = [(1.0 + row % 3 / 2, 1.0, 0, row) for row in range(64)]
+    counts = list(range(64))
+    alone = [sample(logits[row : row + 1], Choices.of([rows[row]]), [row])[0][0] for row in range(64)]
+    assert sample(logits, Choices.of(rows), counts)[0] == alone
+    limited = Choices.of([*rows[:-1], (1.0, 0.5, 5, 63)])
+    assert sample(logits, limited, counts)[0][:-1] == alone[:-1]
+
+
+def test_the_numbers_of_a_seed_are_uniform_and_reproducible() -> None:
+    seeds = np.array([5, 2**64 - 1], dtype=np.uint64)
+    first, again = uniforms(seeds, [3, 3]), uniforms(seeds, [3, 3])
+    assert torch.equal(first, again)
+    many = uniforms(np.full(DRAWS, 5, dtype=np.uint64), range(DRAWS))
+    assert float(many.min()) >= 0
+    assert float(many.max()) < 1
+    bins = torch.bincount((many * 6).long(), minlength=6)
+    assert chi_square((many * 6).long().tolist(), torch.full((6,), 1 / 6)) < CHI_SQUARE_LIMIT, bins

@@ -1,0 +1,150 @@
+"""A step is the same however the batch is cut, goes on after a reload, and refuses what would ruin the weights."""
+
+import io
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import TINY, training_engine
+from torch import Tensor
+
+from areal.config.actor import OptimizerConfig
+from areal.engine import training
+from areal.engine.packing import Span
+from areal.engine.training import TokenBatch, TrainingEngine, learning_rate
+from areal.engine.weights import digest
+
+
+def batch(seed: int = 0, groups: int = 4, members: int = 3) -> TokenBatch:
+    """Groups with a shared prompt, answers of different lengths."""
+    draw = np.random.default_rng(seed)
+    spans = []
+    for number in range(groups):
+        prompt = draw.integers(0, TINY.vocab_size, 6)
+        for _ in range(members):
+            ids = np.concatenate((prompt, draw.integers(0, TINY.vocab_size, draw.integers(2, 20))))
+            spans.append(Span(ids, np.arange(6, len(ids)), number))
+    total = sum(len(span.asked) for span in spans)
+    advantages = torch.from_numpy(draw.normal(size=total)).float()
+    return TokenBatch(spans, torch.ones(total), {"advantages": advantages, "weights": torch.full((total,), 1 / total)})
+
+
+def policy_gradient(logprobs: Tensor, fields: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    loss = -(logprobs * fields["advantages"] * fields["weights"]).sum()
+    return loss, {"tokens": torch.tensor(float(len(logprobs))), "max_advantage": fields["advantages"].max()}
+
+
+def gradient(**options: Any) -> tuple[Tensor, dict[str, float]]:
+    engine = training_engine(optimizer=OptimizerConfig(gradient_clipping=0), **options)
+    figures = engine.train_batch(batch(), policy_gradient)
+    return engine.flat_grad.clone(), figures
+
+
+@pytest.mark.parametrize("max_tokens_per_mb", [1, 23, 100])
+def test_the_gradient_does_not_depend_on_how_the_batch_is_cut(max_tokens_per_mb: int) -> None:
+    whole, figures = gradient()
+    parts, cut_figures = gradient(max_tokens_per_mb=max_tokens_per_mb)
+    torch.testing.assert_close(parts, whole, atol=1e-6, rtol=0)
+    for name in ("loss", "tokens", "grad_norm", "max_advantage"):
+        assert cut_figures[name] == pytest.approx(figures[name], abs=1e-5)
+    assert figures["forward_tokens"] <= cut_figures["forward_tokens"]
+
+
+def test_the_gradient_does_not_depend_on_how_many_logits_are_held_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, _ = gradient()
+    monkeypatch.setattr(training, "HEAD_ELEMENTS", 7 * TINY.vocab_size)
+    torch.testing.assert_close(gradient()[0], whole, atol=1e-6, rtol=0)
+
+
+def test_the_gradient_is_that_of_the_loss() -> None:
+    engine = training_engine(optimizer=OptimizerConfig(gradient_clipping=0))
+    flat, task = engine.flat.clone(), batch()
+    grad, _ = gradient()
+
+    def loss_at(weights: Tensor) -> float:
+        engine.flat.copy_(weights)
+        return float(policy_gradient(engine.logprobs(task).double(), task.fields)[0])
+
+    direction = torch.randn(flat.shape, generator=torch.Generator().manual_seed(0))
+    slope = (loss_at(flat + 1e-3 * direction) - loss_at(flat - 1e-3 * direction)) / 2e-3
+    assert float(grad @ direction) == pytest.approx(slope, rel=2e-2)
+
+
+def test_training_on_a_batch_makes_its_tokens_likelier() -> None:
+    engine, task = training_engine(), batch()
+    task.fields["advantages"] = torch.ones_like(task.fields["advantages"])
+    before = engine.logprobs(task).mean()
+    for _ in range(5):
+        engine.train_batch(task, policy_gradient)
+    assert engine.logprobs(task).mean() > before + 0.1
+
+
+def test_a_long_gradient_is_shortened_to_the_limit() -> None:
+    engine = training_engine(optimizer=OptimizerConfig(gradient_clipping=1e-3))
+    figures = engine.train_batch(batch(), policy_gradient)
+    assert figures["grad_norm"] > 1e-3
+    assert float(engine.flat_grad.norm()) == pytest.approx(1e-3, rel=1e-4)
+
+
+def test_weight_decay_spares_norms() -> None:
+    engine = training_engine(optimizer=OptimizerConfig(lr=0.1, weight_decay=0.5, warmup_steps=0))
+    before = {name: parameter.detach().clone() for name, parameter in engine.decoder.parameters.items()}
+    task = batch()
+    task.fields["weights"] = torch.zeros_like(task.fields["weights"])
+    engine.train_batch(task, policy_gradient)
+    after = engine.decoder.parameters
+    torch.testing.assert_close(after["final_norm"].detach(), before["final_norm"])
+    torch.testing.assert_close(after["layers.0.qkv"].detach(), before["layers.0.qkv"] * 0.95)
+
+
+def test_a_gradient_that_is_no_number_leaves_the_weights_alone() -> None:
+    engine = training_engine()
+    before, task = engine.flat.clone(), batch()
+    task.fields["advantages"][3] = math.nan
+    with pytest.raises(FloatingPointError, match="gradient norm is nan"):
+        engine.train_batch(task, policy_gradient)
+    assert torch.equal(engine.flat, before)
+
+
+def test_a_reloaded_engine_takes_the_same_next_step(tmp_path: Path) -> None:
+    schedule = OptimizerConfig(lr=1e-2, warmup_steps=2, lr_scheduler="cosine")
+    first = training_engine(optimizer=schedule)
+    for step in range(3):
+        first.train_batch(batch(step), policy_gradient)
+    first.version = 3
+    first.save(str(tmp_path))
+    file = io.BytesIO()
+    torch.save(first.state(), file)
+    file.seek(0)
+    second = TrainingEngine(TINY, schedule, total_steps=100, directory=tmp_path)
+    second.load_state(torch.load(file, weights_only=True))
+    assert second.version == 3
+    for engine in (first, second):
+        engine.train_batch(batch(9), policy_gradient)
+    assert torch.equal(first.flat, second.flat)
+
+
+def test_published_weights_are_a_copy_with_their_digest_and_the_last_version_stays() -> None:
+    engine = training_engine()
+    old = engine.publish()
+    kept = engine.flat.clone()
+    engine.version = 1
+    engine.train_batch(batch(), policy_gradient)
+    new = engine.publish()
+    assert (old.version, new.version) == (0, 1)
+    assert old.digest != new.digest == digest(engine.flat)
+    stored = torch.from_file(old.path, size=engine.flat.numel())
+    assert torch.equal(stored, kept)
+    engine.close()
+    assert not Path(old.path).exists()
+
+
+def test_the_learning_rate_warms_up_and_falls_as_a_cosine() -> None:
+    constant = OptimizerConfig(lr=1.0, warmup_steps=4)
+    assert [learning_rate(constant, step, 100) for step in (0, 1, 3, 50)] == [0.25, 0.5, 1.0, 1.0]
+    cosine = OptimizerConfig(lr=1.0, warmup_steps=0, lr_scheduler="cosine")
+    rates = [learning_rate(cosine, step, 100) for step in (0, 50, 100, 200)]
+    assert rates == pytest.approx([1.0, 0.55, 0.1, 0.1])

@@ -1,0 +1,44 @@
+"""A loaded tokenizer gives plain lists of ids, also after it has travelled."""
+
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+
+from areal.engine.builtin.tokenizer import make_tokenizer
+from areal.utils.hf_utils import load_hf_tokenizer
+
+MESSAGES = [{"role": "user", "content": "Sort 5291"}]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("tokenizer")
+    make_tokenizer(["Sort 5291"], 261, 512).save_pretrained(directory)
+    return directory
+
+
+def check(tokenizer: Any) -> None:
+    ids = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True)
+    assert isinstance(ids, list)
+    assert all(isinstance(token, int) for token in ids)
+    text = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, tokenize=False)
+    assert tokenizer.decode(ids) == text == "<|im_start|>user\nSort 5291<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_a_chat_template_gives_a_plain_list_of_ids(directory: Path) -> None:
+    check(load_hf_tokenizer(directory))
+    check(load_hf_tokenizer(str(directory)))
+
+
+def test_who_asks_for_a_dict_gets_one(directory: Path) -> None:
+    encoded = load_hf_tokenizer(directory).apply_chat_template(MESSAGES, return_dict=True)
+    assert set(encoded) >= {"input_ids", "attention_mask"}
+
+
+def test_it_stays_so_after_pickling_and_after_saving(directory: Path, tmp_path: Path) -> None:
+    tokenizer = load_hf_tokenizer(directory)
+    check(cloudpickle.loads(cloudpickle.dumps(tokenizer)))
+    tokenizer.save_pretrained(tmp_path)
+    check(load_hf_tokenizer(tmp_path))
