@@ -71,12 +71,13 @@ def uniforms(seeds: Array, counts: Sequence[int]) -> Tensor:
 
 
 def _invert(probs: Tensor, u: Tensor) -> Tensor:
-    """The token at which the cumulative probability passes u; never one of probability 0."""
+    """The token at which the cumulative probability passes u: it adds to the sum, so it is never one of probability 0.
+
+    There is one in every row, since u has 24 bits and u * total therefore never rounds up to total.
+    """
     cumulative = probs.cumsum(dim=-1)
     point = u[:, None] * cumulative[:, -1:]
-    index = torch.searchsorted(cumulative, point, right=True).squeeze(1)
-    last = probs.shape[-1] - 1 - (probs.flip(-1) > 0).to(torch.int8).argmax(dim=-1)
-    return torch.minimum(index, last)
+    return torch.searchsorted(cumulative, point, right=True).squeeze(1)
 
 
 def _limit(probs: Tensor, choices: Choices) -> Tensor:

@@ -16,7 +16,7 @@ Example = tuple[list[dict[str, Any]], list[dict[str, Any]] | None]
 
 
 TOOL_GROUPS = 4
-"""Examples with tools begin alike, so they share prefixes; in several groups, because attention is quadratic in each."""
+"""Examples with tools begin alike, so they share prefixes; in several groups, as attention is quadratic in each."""
 
 
 def supervised_batch(examples: Sequence[Example], tokenizer: Any) -> TokenBatch:

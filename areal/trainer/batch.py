@@ -1,5 +1,6 @@
 """From finished groups to what the training engine takes: flat trained tokens with an advantage and a weight each."""
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -36,33 +37,48 @@ def rows_of_groups(groups: Sequence[GroupResult]) -> list[TrainRow]:
 def token_batch(rows: Sequence[TrainRow], actor: ActorConfig) -> TokenBatch:
     """Advantages are per completion within its group, weights sum to 1 over the whole batch."""
     masks = [each.row.loss_mask for each in rows]
+    counts = [int(mask.sum()) for mask in masks]
 
     def gather(name: str) -> Tensor:
         parts = [getattr(each.row, name)[mask] for each, mask in zip(rows, masks, strict=True)]
         return torch.from_numpy(np.concatenate(parts))
 
-    completions = torch.from_numpy(
-        np.concatenate(
-            [each.row.completion_index[mask] + each.first_completion for each, mask in zip(rows, masks, strict=True)]
-        )
-    )
-    groups = torch.from_numpy(np.repeat([each.group for each in rows], [int(mask.sum()) for mask in masks]))
+    def spread(values: Sequence[int]) -> Tensor:
+        return torch.from_numpy(np.repeat(values, counts))
+
+    completions = gather("completion_index") + spread([each.first_completion for each in rows])
     fields = {
         "logprobs": gather("logprobs"),
         "versions": gather("versions"),
-        "advantages": _token_advantages(gather("returns"), completions, groups, actor),
+        "unreported": spread([each.row.recompute_logprobs for each in rows]),
+        "advantages": _token_advantages(gather("returns"), completions, spread([each.group for each in rows]), actor),
         "weights": loss_weights(completions, actor.loss_norm),
     }
     spans = [Span(each.row.input_ids, np.flatnonzero(mask), each.group) for each, mask in zip(rows, masks, strict=True)]
     return TokenBatch(spans, gather("temperatures"), fields)
 
 
+def minibatches(batch: TokenBatch, count: int, seed: str) -> list[TokenBatch]:
+    """Whole groups, dealt at random but reproducibly; within each minibatch the weights sum to 1 again."""
+    groups = sorted({span.group for span in batch.spans})
+    random.Random(seed).shuffle(groups)
+    count = min(count, len(groups))
+    home = {group: place % count for place, group in enumerate(groups)}
+    parts = [_select(batch, [home[span.group] == number for span in batch.spans]) for number in range(count)]
+    for part in parts:
+        part.fields["weights"] = part.fields["weights"] / part.fields["weights"].sum()
+    return parts
+
+
 def without_zero_advantages(batch: TokenBatch) -> TokenBatch:
     """Leave out sequences that contribute no gradient; the others keep their weights."""
-    moving = batch.fields["advantages"] != 0
     counts = [len(span.asked) for span in batch.spans]
-    kept = [bool(part.any()) for part in moving.split(counts)]
-    tokens = torch.from_numpy(np.repeat(kept, counts))
+    return _select(batch, [bool(part.any()) for part in (batch.fields["advantages"] != 0).split(counts)])
+
+
+def _select(batch: TokenBatch, kept: list[bool]) -> TokenBatch:
+    """The sequences that are kept, with their tokens' fields."""
+    tokens = torch.from_numpy(np.repeat(kept, [len(span.asked) for span in batch.spans]))
     return TokenBatch(
         [span for span, keep in zip(batch.spans, kept, strict=True) if keep],
         batch.temperatures[tokens],

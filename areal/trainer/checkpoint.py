@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
+from areal.api.errors import ArealError
 from areal.engine.training import TrainingEngine
 from areal.engine.weights import load_weights
 
@@ -17,17 +19,17 @@ def save_checkpoint(directory: Path, engine: TrainingEngine, tokenizer: Any, sta
     """Write beside the target, then rename: a killed run leaves no half checkpoint under that name."""
     if directory.exists():
         return
-    directory.parent.mkdir(parents=True, exist_ok=True)
     temporary = directory.with_name(f".{directory.name}.partial")
     shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
-    engine.save(str(temporary))
-    tokenizer.save_pretrained(temporary)
-    torch.save({"engine": engine.state(), "trainer": state}, temporary / STATE_FILE)
-    for file in temporary.iterdir():
-        with open(file, "rb") as written:
-            os.fsync(written.fileno())
-    os.rename(temporary, directory)
+    try:
+        temporary.mkdir(parents=True)
+        _write(temporary, engine, tokenizer, state)
+        os.rename(temporary, directory)
+        _sync(directory.parent)
+    except (OSError, SafetensorError, RuntimeError) as error:  # torch and safetensors have their own for a full disk
+        shutil.rmtree(temporary, ignore_errors=True)
+        reason = str(error).split("\n")[0]
+        raise ArealError(f"the checkpoint {directory} cannot be written: {reason}; the older ones are intact") from error
 
 
 def load_checkpoint(directory: Path, engine: TrainingEngine) -> dict[str, Any]:
@@ -37,3 +39,20 @@ def load_checkpoint(directory: Path, engine: TrainingEngine) -> dict[str, Any]:
     engine.load_state(saved["engine"])
     state: dict[str, Any] = saved["trainer"]
     return state
+
+
+def _write(directory: Path, engine: TrainingEngine, tokenizer: Any, state: dict[str, Any]) -> None:
+    engine.save(str(directory))
+    tokenizer.save_pretrained(directory)
+    torch.save({"engine": engine.state(), "trainer": state}, directory / STATE_FILE)
+    for path in (*directory.rglob("*"), directory):
+        _sync(path)
+
+
+def _sync(path: Path) -> None:
+    """Bytes and names reach the disk before what comes next does."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -41,6 +42,8 @@ async def test_a_killed_server_fails_the_calls_that_wait_for_it(model: Path, tmp
             await asyncio.wait_for(waiting, 30)
         with pytest.raises(EngineError):
             await engine.health()
+        # Nobody killed this way cleans up after itself.
+        shutil.rmtree(os.path.dirname(process.arrival.info["address"].removeprefix("unix:")))
 
 
 @pytest.mark.parametrize("by", ["the driver hanging up", "SIGTERM"])

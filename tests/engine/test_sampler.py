@@ -108,7 +108,7 @@ def test_rounding_at_the_end_of_the_range_neither_leaves_the_allowed_set_nor_shr
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sampler, "uniforms", lambda seeds, counts: torch.full((len(seeds),), 1 - 2**-24))
-    logits = torch.randn(500, 300, generator=torch.Generator().manual_seed(0)).sort(dim=1, descending=True).values
+    logits = 4 * torch.randn(500, 300, generator=torch.Generator().manual_seed(0)).sort(dim=1, descending=True).values
     free, limited = (1.0, 1.0, 0, 0), (1.0, 1.0, 2, 0)
     alone, _ = sample(logits, Choices.of([free] * 500), [0] * 500)
     beside = sample(torch.cat([logits, logits]), Choices.of([free] * 500 + [limited] * 500), [0] * 1000)[0]
