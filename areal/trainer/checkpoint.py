@@ -29,7 +29,9 @@ def save_checkpoint(directory: Path, engine: TrainingEngine, tokenizer: Any, sta
     except (OSError, SafetensorError, RuntimeError) as error:  # torch and safetensors have their own for a full disk
         shutil.rmtree(temporary, ignore_errors=True)
         reason = str(error).split("\n")[0]
-        raise ArealError(f"the checkpoint {directory} cannot be written: {reason}; the older ones are intact") from error
+        raise ArealError(
+            f"the checkpoint {directory} cannot be written: {reason}; the older ones are intact"
+        ) from error
 
 
 def load_checkpoint(directory: Path, engine: TrainingEngine) -> dict[str, Any]:

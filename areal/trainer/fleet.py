@@ -1,23 +1,35 @@
 """The asynchronous half of a run behind synchronous calls: engine, rollout workers and the pipeline between them.
 
 The trainer's thread computes; everything here lives on an event loop in a thread of its own. A process that dies makes
-every waiting call raise what died.
+every waiting call raise what died, rather than what its death broke.
 """
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from areal.api.engine_api import WeightUpdate
+from areal.api.errors import ArealError, EngineError
 from areal.api.messages import GroupResult
 from areal.config.experiment import PPOConfig
 from areal.engine.architecture import read_architecture
+from areal.infra.channel import ChannelClosed
 from areal.infra.loop_thread import LoopThread
 from areal.rollout.admission import Admission
 from areal.rollout.pipeline import Filter, Pipeline, Tally, TaskStream
 from areal.rollout.worker import WorkerSetup
 from areal.rollout.workflows import WorkflowSpec
 from areal.trainer.processes import Processes
+
+T = TypeVar("T")
+
+CAUSE_SECONDS = 2.0
+"""A broken connection is noticed before the death that broke it; how long to wait for the better explanation."""
+
+GROUP_GRACE_SECONDS = 60.0
+"""Beyond an episode's own deadline: until then a worker may be busy, after it it is stuck."""
 
 
 class Fleet:
@@ -35,7 +47,8 @@ class Fleet:
         """Start every process; what cannot start is told at once."""
         self._config = config
         self._loop = LoopThread()
-        self._failure: BaseException | None = None
+        self._failure: Exception | None = None
+        self._failed = asyncio.Event()
         self._pipeline: Pipeline | None = None
         self._processes = Processes(config.scheduler.type, logs, self.fail)
         setup = WorkerSetup(
@@ -47,9 +60,10 @@ class Fleet:
             tokenizer_path=str(tokenizer),
             max_positions=read_architecture(model).max_positions,
             reward_fn=config.reward_fn,
+            proxy=config.proxy,
         )
         try:
-            self._engine, self._workers = self._loop.run(
+            self._engine, self._workers = self._wait(
                 self._processes.start(config.rollout, model, setup, engine_threads)
             )
         except BaseException:
@@ -58,6 +72,7 @@ class Fleet:
 
     def begin(self, tasks: TaskStream, admission: Admission, keep: Filter | None) -> None:
         """Make the pipeline; episodes start with the first `publish`."""
+        rollout = self._config.rollout
 
         async def make() -> Pipeline:
             return Pipeline(
@@ -65,8 +80,9 @@ class Fleet:
                 admission,
                 tasks,
                 n_samples=self._config.gconfig.n_samples,
-                max_idle_rejections=self._config.rollout.max_idle_rejections,
+                max_idle_rejections=rollout.max_idle_rejections,
                 keep=keep,
+                group_seconds=rollout.turns * (rollout.agent.timeout_seconds + GROUP_GRACE_SECONDS),
             )
 
         self._pipeline = self._loop.run(make())
@@ -75,11 +91,19 @@ class Fleet:
 
     def take(self, count: int) -> list[GroupResult]:
         """The next `count` finished groups; waits for them."""
-        return self._loop.run(self._running.take(count))
+        return self._wait(self._running.take(count))
+
+    def pop_rejected(self) -> list[int]:
+        """Numbers of the tasks, since the last call, that nothing will come of."""
+
+        async def pop() -> list[int]:
+            return self._running.pop_rejected()
+
+        return self._wait(pop())
 
     def evaluate(self, tasks: Sequence[dict[str, Any]], *, greedy: bool) -> list[GroupResult]:
         room = self._config.rollout.max_concurrent_rollouts
-        return self._loop.run(self._running.evaluate(tasks, greedy=greedy, max_running=room))
+        return self._wait(self._running.evaluate(tasks, greedy=greedy, max_running=room))
 
     def publish(self, update: WeightUpdate) -> None:
         """Give the engine new weights, then let admission know."""
@@ -88,33 +112,51 @@ class Fleet:
             await self._engine.update_weights(update)
             self._running.publish(update.version, update.digest)
 
-        self._loop.run(publish())
+        self._wait(publish())
 
     @property
     def tally(self) -> Tally:
         return self._running.tally
 
     def cpu_seconds(self) -> dict[str, float]:
-        return self._loop.run(self._processes.cpu_seconds())
+        return self._wait(self._processes.cpu_seconds())
 
     def engine_activity(self) -> list[tuple[float, float]]:
-        return self._loop.run(self._engine.activity())
+        return self._wait(self._engine.activity())
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, error: Exception) -> None:
         """Whoever waits here gets this error. Runs on the loop."""
         self._failure = self._failure or error
+        self._failed.set()
         if self._pipeline is not None:
             self._pipeline.fail(self._failure)
 
-    def fail_soon(self, error: BaseException) -> None:
-        """The same from any thread or signal handler."""
-        self._loop.call(self.fail, error)
+    def soon(self, function: Callable[[], None]) -> None:
+        """Call `function` on the loop; safe in a signal handler."""
+        self._loop.call(function)
 
     def close(self) -> None:
-        if self._pipeline is not None:
-            self._loop.run(self._pipeline.aclose())
-        self._loop.run(self._processes.close())
-        self._loop.close()
+        try:
+            if self._pipeline is not None:
+                self._loop.run(self._pipeline.aclose())
+        finally:
+            self._loop.run(self._processes.close())
+            self._loop.close()
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        try:
+            return self._loop.run(work)
+        except (ArealError, ExceptionGroup) as error:
+            raise self._loop.run(self._cause(error)) from error
+
+    async def _cause(self, error: Exception) -> Exception:
+        """The failure behind `error`: a process that died, or the user who asked to stop, if it was that."""
+        if isinstance(error, ExceptionGroup):
+            error = error.exceptions[0]
+        if isinstance(error, (ChannelClosed, EngineError)):
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._failed.wait(), CAUSE_SECONDS)
+        return self._failure or error
 
     @property
     def _running(self) -> Pipeline:

@@ -83,4 +83,3 @@ def _over_minibatches(name: str, values: list[float]) -> float:
     if name.startswith("max_"):
         return max(values)
     return sum(values) if name.endswith("_tokens") else sum(values) / len(values)
-

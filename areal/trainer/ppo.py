@@ -1,6 +1,5 @@
 """Train an agent's model by reinforcement: `with PPOTrainer(config) as trainer: trainer.train(workflow=...)`."""
 
-import sys
 from types import TracebackType
 from typing import Any, Self
 
@@ -8,7 +7,9 @@ from areal.config.experiment import PPOConfig
 from areal.dataset import TaskSource, get_custom_dataset, read_tasks
 from areal.engine.models import find_model
 from areal.rollout.workflows import Workflow, WorkflowSpec, check
-from areal.trainer.run import GroupFilter, Plan, Tasks, TrainingRun, TrainResult
+from areal.trainer.plan import GroupFilter, Plan, Tasks, TrainResult
+from areal.trainer.progress import Announcer
+from areal.trainer.run import TrainingRun
 from areal.trainer.run_directory import RunDirectory
 
 
@@ -20,7 +21,8 @@ class PPOTrainer:
         self.config = config
         self._tasks = read_tasks(train_dataset) if train_dataset is not None else self._configured("train")
         self._valid = read_tasks(valid_dataset) if valid_dataset is not None else self._configured("valid")
-        self._model = find_model(config.actor.path, _report)
+        with Announcer() as report:
+            self._model = find_model(config.actor.path, report)
         self._tokenizer = find_model(config.tokenizer_path) if config.tokenizer_path else self._model
         self._directory: RunDirectory | None = None
 
@@ -75,7 +77,3 @@ class PPOTrainer:
     def _total_steps(self) -> int:
         by_epochs = self.config.total_train_epochs * len(self._tasks) // self.config.train_dataset.batch_size
         return self.config.total_train_steps or max(1, by_epochs)
-
-
-def _report(text: str) -> None:
-    print(f"\r{text}", end="" if "success" in text else "\n", file=sys.stderr, flush=True)

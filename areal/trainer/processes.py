@@ -57,21 +57,25 @@ class Processes:
     async def start(
         self, rollout: RolloutConfig, model: Path, setup: WorkerSetup, engine_threads: int
     ) -> tuple[RemoteEngine, list[Worker]]:
-        """The engine, then the workers that talk to it."""
+        """The engine and the workers, all at once; each worker is told the engine's address as soon as there is one."""
         await self._home.open()
-        engine, address = await self._start_engine(model, engine_threads)
+        indices = range(0 if rollout.in_process else rollout.num_workers)
+        (engine, address), channels = await asyncio.gather(
+            self._start_engine(model, engine_threads),
+            asyncio.gather(*(self._start_worker(index) for index in indices)),
+        )
         setup = replace(setup, engine_address=address)
         if rollout.in_process:
             self._local = await RolloutWorker.start(setup)
             return engine, [self._local]
         packed = pickle.dumps(setup)
-        starting = [self._start_worker(index, packed) for index in range(rollout.num_workers)]
-        return engine, list(await asyncio.gather(*starting))
+        await asyncio.gather(*(each.call("setup", packed, timeout_seconds=SETUP_SECONDS) for each in channels))
+        return engine, [RemoteWorker(each) for each in channels]
 
     async def cpu_seconds(self) -> dict[str, float]:
         """Processor time of every process so far."""
         used = {"driver": time.process_time()}
-        for name, channel in self._channels.items():
+        for name, channel in sorted(self._channels.items()):
             used[name] = await channel.call("cpu_seconds", timeout_seconds=ASK_SECONDS)
         return used
 
@@ -92,14 +96,13 @@ class Processes:
         self._watch(ENGINE_ROLE, placement, arrival.channel)
         return RemoteEngine(arrival.channel), arrival.info["address"]
 
-    async def _start_worker(self, index: int, packed: bytes) -> RemoteWorker:
+    async def _start_worker(self, index: int) -> Channel:
         name = f"{WORKER_ROLE} {index}"
         # One thread: episodes wait for the engine, and what they compute themselves must not crowd it out.
         placement = await self._start(name, ["areal.rollout.worker", str(index)], {"OMP_NUM_THREADS": "1"})
         arrival = await self._home.expect(WORKER_ROLE, index, placement, timeout_seconds=START_SECONDS)
         self._watch(name, placement, arrival.channel)
-        await arrival.channel.call("setup", packed, timeout_seconds=SETUP_SECONDS)
-        return RemoteWorker(arrival.channel)
+        return arrival.channel
 
     async def _start(self, name: str, module: list[str], env: dict[str, str]) -> Placement:
         path = os.pathsep.join(each or os.getcwd() for each in sys.path)

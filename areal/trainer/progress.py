@@ -15,6 +15,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bar
+from rich.status import Status
 from rich.text import Text
 
 from areal.utils.logging import ROOT
@@ -23,6 +24,7 @@ PLAIN_LINES = 20
 """About how many lines a whole run prints where there is no terminal."""
 
 SHOWN: dict[str, Callable[[float], str]] = {
+    "nll": lambda value: f"loss {value:.3f}",
     "reward": lambda value: f"reward {value:.2f}",
     "eval_reward": lambda value: f"held-out {value:.2f}",
     "tokens_per_second": lambda value: f"{value:,.0f} tok/s",
@@ -113,6 +115,44 @@ class Progress:
             return
         self._printed_share = share
         self.say("  ".join(part for part in (f"step {step}/{self._total}", self._facts(), self._eta(step)) if part))
+
+
+class Announcer:
+    """Says how far a slow preparation is: one changing line in a terminal, elsewhere its first and its last word.
+
+    Nothing appears if it is never called.
+    """
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(stderr=True)
+        self._status: Status | None = None
+        self._said = self._last = ""
+
+    def __call__(self, text: str) -> None:
+        self._last = text
+        if not self._console.is_terminal:
+            if not self._said:
+                self._say(text)
+        elif self._status is None:
+            self._status = self._console.status(Text(text))
+            self._status.start()
+        else:
+            self._status.update(Text(text))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._status is not None:
+            self._status.stop()
+        if self._last != self._said:
+            self._say(self._last)
+
+    def _say(self, text: str) -> None:
+        self._said = text
+        self._console.print(Text(text), soft_wrap=True)
 
 
 class _LiveBar:

@@ -1,23 +1,32 @@
 """The directory of one run: who may write to it, what is in it, and whether it is to be resumed.
 
-    RUN/config.yaml  metrics.jsonl  rollouts.jsonl  tensorboard/  logs/  checkpoints/step-000050/  summary.json
+    RUN/config.yaml  metrics.jsonl  rollouts.jsonl  tensorboard/  logs/  checkpoints/step-000050/
+        held_out.json  reward_curve.png  summary.json
 
 A run that has a summary is finished. Nothing in it is ever overwritten by another run.
 """
 
+import errno
 import fcntl
 import json
 import os
 import shutil
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
 import yaml
 
-from areal.api.errors import RunExists
+from areal.api.errors import ArealError, RunExists
 from areal.config.experiment import ExperimentConfig
 from areal.config.loader import to_dict
+
+STORAGE_FAULTS = {
+    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST,
+    errno.EIO, errno.ENAMETOOLONG,
+}  # fmt: skip
 
 
 class RunDirectory:
@@ -35,14 +44,20 @@ class RunDirectory:
             raise RunExists(f"the run {name} is finished and is not overwritten ({path}); choose another trial_name")
         if (path / "config.yaml").exists() and config.recover.mode == "off":
             raise RunExists(f"the run {name} exists ({path}); choose another trial_name, or set recover.mode=auto")
-        path.mkdir(parents=True, exist_ok=True)
-        lock = _lock(path, name)
-        _write_atomically(path / "config.yaml", yaml.safe_dump(to_dict(config), sort_keys=False))
+        with told_in_one_line(path):
+            path.mkdir(parents=True, exist_ok=True)
+            lock = _lock(path, name)
+            write_atomically(path / "config.yaml", yaml.safe_dump(to_dict(config), sort_keys=False))
         return cls(path, lock)
 
     @property
     def logs(self) -> Path:
         return self.path / "logs"
+
+    @property
+    def held_out(self) -> Path:
+        """What was measured before the first step, for a verdict that a resumed run can still give."""
+        return self.path / "held_out.json"
 
     @property
     def curve(self) -> Path:
@@ -60,7 +75,7 @@ class RunDirectory:
             shutil.rmtree(old)
 
     def finish(self, summary: dict[str, Any]) -> None:
-        _write_atomically(self.path / "summary.json", json.dumps(summary, indent=2) + "\n")
+        write_atomically(self.path / "summary.json", json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
 
     def close(self) -> None:
         self._lock.close()
@@ -78,7 +93,18 @@ def _lock(path: Path, name: str) -> IO[str]:
     return lock
 
 
-def _write_atomically(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str) -> None:
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(text)
+    temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)
+
+
+@contextmanager
+def told_in_one_line(path: Path) -> Iterator[None]:
+    """A directory that cannot be written to is the user's to mend, not a fault of the program."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in STORAGE_FAULTS:
+            raise
+        raise ArealError(f"cannot write to {path}: {error.strerror}; make room there or set output_dir") from error

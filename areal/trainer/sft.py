@@ -16,11 +16,13 @@ from areal.engine.architecture import read_architecture
 from areal.engine.models import find_model
 from areal.engine.supervised import mean_nll, supervised_batch
 from areal.engine.training import TrainingEngine
+from areal.trainer import notices
 from areal.trainer.checkpoint import load_checkpoint, save_checkpoint
+from areal.trainer.interruption import Interrupted, Interruption
 from areal.trainer.metrics import MetricsLog
-from areal.trainer.progress import Progress
-from areal.trainer.run import TrainResult
-from areal.trainer.run_directory import RunDirectory
+from areal.trainer.plan import TrainResult
+from areal.trainer.progress import Announcer, Progress
+from areal.trainer.run_directory import RunDirectory, told_in_one_line
 from areal.trainer.tasks import Settled, task_stream
 from areal.utils.hf_utils import load_hf_tokenizer
 
@@ -35,7 +37,8 @@ class SFTTrainer:
             else get_custom_dataset("train", dataset_config=config.train_dataset)
         )
         self._examples = [_example(task, number) for number, task in enumerate(tasks)]
-        self._model = find_model(config.actor.path)
+        with Announcer() as report:
+            self._model = find_model(config.actor.path, report)
         self._tokenizer = load_hf_tokenizer(find_model(config.tokenizer_path) if config.tokenizer_path else self._model)
         self._directory: RunDirectory | None = None
 
@@ -54,7 +57,7 @@ class SFTTrainer:
             self._directory = None
 
     def train(self) -> TrainResult:
-        """Train to the last step; resumes from the newest checkpoint of a run of the same name."""
+        """Train to the last step or to Ctrl-C; resumes from the newest checkpoint of a run of the same name."""
         directory = self._directory = self._directory or RunDirectory.open(self.config)
         total = self._total_steps()
         engine = TrainingEngine(
@@ -66,34 +69,45 @@ class SFTTrainer:
         )
         checkpoints = directory.checkpoints()
         first = int(load_checkpoint(checkpoints[-1], engine)["step"]) if checkpoints else 0
-        loss = self._steps(engine, first, total)
-        model = self._save(engine, total)
-        summary = {"steps": total, "loss": loss}
-        directory.finish(summary)
+        with told_in_one_line(directory.path), Progress(total, first) as progress:
+            loss = self._steps(engine, directory, first, total, progress)
+            model = self._save(engine, directory, total)
+            summary = {"steps": total, "loss": loss}
+            directory.finish(summary)
+            progress.close()
+            progress.say(f"model       {model}\ntalk to it  areal chat {model}")
         return TrainResult(directory.path, model, summary)
 
-    def _steps(self, engine: TrainingEngine, first: int, total: int) -> float:
-        assert self._directory is not None
-        size, loss = self.config.train_dataset.batch_size, float("nan")
+    def _steps(
+        self, engine: TrainingEngine, directory: RunDirectory, first: int, total: int, progress: Progress
+    ) -> float | None:
+        """The loss of the last step; None if there was none left to do."""
+        size, loss, step = self.config.train_dataset.batch_size, None, first
         stream = task_stream(
             self._examples, self.config.seed, Settled(first * size), shuffle=self.config.train_dataset.shuffle
         )
-        with MetricsLog(self._directory.path, first + 1 if first else 0) as metrics, Progress(total, first) as progress:
-            for step in range(first + 1, total + 1):
-                batch = [(task["messages"], task["tools"]) for _, task in islice(stream, size)]
-                figures = engine.train_batch(supervised_batch(batch, self._tokenizer), mean_nll)
-                loss = figures["loss"]
-                metrics.write(step, figures)
-                progress.update(step, figures)
-                if self.config.saver.freq_steps and step % self.config.saver.freq_steps == 0:
-                    self._save(engine, step)
+        try:
+            with MetricsLog(directory.path, first + 1) as metrics, Interruption() as interruption:
+                for step in range(first + 1, total + 1):
+                    batch = [(task["messages"], task["tools"]) for _, task in islice(stream, size)]
+                    figures = engine.train_batch(supervised_batch(batch, self._tokenizer), mean_nll)
+                    loss = figures["loss"]
+                    metrics.write(step, figures)
+                    progress.update(step, {"nll": loss})
+                    if self.config.saver.freq_steps and step % self.config.saver.freq_steps == 0:
+                        self._save(engine, directory, step)
+                    interruption.check()
+        except Interrupted:
+            self._save(engine, directory, step)
+            progress.close()
+            progress.say(notices.stopped(directory.path, step, total))
+            raise KeyboardInterrupt from None
         return loss
 
-    def _save(self, engine: TrainingEngine, step: int) -> Path:
-        assert self._directory is not None
-        target = self._directory.checkpoint(step)
+    def _save(self, engine: TrainingEngine, directory: RunDirectory, step: int) -> Path:
+        target = directory.checkpoint(step)
         save_checkpoint(target, engine, self._tokenizer, {"step": step})
-        self._directory.prune(self.config.saver.keep)
+        directory.prune(self.config.saver.keep)
         return target
 
     def _total_steps(self) -> int:

@@ -5,7 +5,7 @@ import sys
 import pytest
 from rich.console import Console
 
-from areal.trainer.progress import PLAIN_LINES, Progress, duration
+from areal.trainer.progress import PLAIN_LINES, Announcer, Progress, duration
 
 ROW = {"reward": 0.5, "eval_reward": 0.25, "tokens_per_second": 8123.4, "staleness": 1.25, "rejected": 3, "loss": 0.1}
 
@@ -126,3 +126,29 @@ def test_spinner_of_a_failed_phase_claims_no_success() -> None:
 )
 def test_duration_reads_like_a_person_says_it(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+def test_announcer_says_its_first_and_last_word_where_there_is_no_terminal() -> None:
+    out = io.StringIO()
+    with Announcer(Console(file=out, width=20)) as report:
+        for step in range(5):
+            report(f"making a [model], which takes a while: step {step}")
+    assert out.getvalue().splitlines() == [
+        "making a [model], which takes a while: step 0",
+        "making a [model], which takes a while: step 4",
+    ]
+
+
+def test_announcer_keeps_one_changing_line_in_a_terminal_and_leaves_the_last_word() -> None:
+    out = io.StringIO()
+    with Announcer(Console(file=out, width=60, force_terminal=True)) as report:
+        report("step 1")
+        report("step 2")
+    assert out.getvalue().endswith("step 2\n")
+
+
+def test_announcer_that_is_never_called_says_nothing() -> None:
+    out = io.StringIO()
+    with Announcer(Console(file=out)):
+        pass
+    assert out.getvalue() == ""

@@ -1,0 +1,103 @@
+"""However a run ends, it says why, leaves no process behind, and loses nothing that it had saved."""
+
+import json
+import os
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from real_runs import CONFIG, END_SECONDS, Run, Witness
+
+from areal.cli.main import main
+
+Example = Callable[..., Run]
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [("areal.engine.server", "engine"), ("areal.rollout.worker", "rollout worker 0")]
+)
+def test_killed_process_ends_the_run_which_says_what_died(example: Example, module: str, name: str) -> None:
+    run = example("total_train_steps=200")
+    run.wait_for(r"^step 10/200 ")
+    victim = run.only(module)
+    witness = Witness(run.descendants())
+    os.kill(victim, signal.SIGKILL)
+    assert run.wait(END_SECONDS) == 2, run.text
+    assert run.lines[-1] == f"areal: {name} (pid {victim}) was killed by signal 9 (SIGKILL)"
+    assert witness.survivors(END_SECONDS) == {}
+    assert re.search(r"^stopped after step \d+ of 200; everything is saved in ", run.text, re.MULTILINE)
+
+
+def test_killed_driver_takes_every_process_with_it(example: Example) -> None:
+    run = example("total_train_steps=200")
+    run.wait_for(r"^step 10/200 ")
+    descendants = run.descendants()
+    assert sum("areal." in command for command in descendants.values()) >= 2
+    witness = Witness(descendants)
+    run.kill(signal.SIGKILL)
+    run.wait(END_SECONDS)
+    assert witness.survivors(END_SECONDS) == {}
+
+
+def test_ctrl_c_saves_and_the_same_command_goes_on_to_the_end(example: Example, tmp_path: Path) -> None:
+    settings = ["total_train_steps=40", "train_dataset.batch_size=8"]
+    path = tmp_path / "runs/sort-digits/one"
+    run = example(*settings)
+    run.wait_for(r"^step 4/40 ")
+    witness = Witness(run.descendants())
+    run.kill(signal.SIGINT)
+    assert run.wait(END_SECONDS) == 130, run.text
+    assert witness.survivors(END_SECONDS) == {}
+    stopped = run.wait_for(r"^stopped after step \d+ of 40; everything is saved in runs/sort-digits/one$")
+    step = int(stopped.split()[3])
+    assert "to go on, give the same command with trial_name=one" in run.lines
+    assert run.lines[-1] == "areal: interrupted"
+    assert [each.name for each in (path / "checkpoints").iterdir()] == [f"step-{step:06d}"]
+
+    again = example(*settings)
+    assert again.wait() == 0, again.text
+    assert f"(resuming after step {step})" in again.text
+    metrics = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in metrics if "reward" in row] == list(range(1, 41))
+    # What the run is compared with was measured once, before the first step.
+    assert [row["step"] for row in metrics if "eval_reward" in row] == [0, 40]
+    tasks = [json.loads(line)["task_id"] for line in (path / "rollouts.jsonl").read_text().splitlines()]
+    assert {tasks.count(task) for task in tasks} == {4}, "a task was trained twice"
+    assert "verdict" in json.loads((path / "summary.json").read_text())
+
+    finished = example(*settings)
+    assert finished.wait() == 2
+    assert finished.lines == [
+        "areal: the run sort-digits/one is finished and is not overwritten (runs/sort-digits/one); "
+        "choose another trial_name"
+    ]
+
+
+def test_unknown_key_is_one_line_and_code_2(example: Example) -> None:
+    run = example("actor.pth=x")
+    assert run.wait() == 2, run.text
+    assert len(run.lines) == 1, run.text
+    assert re.search(r"^areal: .*actor\.pth.*path", run.lines[0])
+
+
+@pytest.mark.parametrize(
+    ("setting", "complaint"),
+    [
+        ("actor.path=./no-such-model", r"^areal: no model directory at './no-such-model'"),
+        ("actor.path=builtin:tiny-maths", r"^areal: no built-in model 'tiny-maths'; there are tiny-math"),
+        ("workflow=no_such_module.Agent", r"^areal: workflow 'no_such_module.Agent' cannot be imported: "),
+        ("workflow=areal.workflow.openai.math_agent.Agent", r"^areal: workflow .* has no Agent; it has .*MathAgent"),
+        ("train_dataset.path=no-such.jsonl", r"^areal: cannot read tasks from 'no-such.jsonl'"),
+        ("output_dir=/dev/null/runs", r"^areal: cannot write to /dev/null/runs/sort-digits/one: Not a directory;"),
+    ],
+)
+def test_mistake_of_the_user_is_one_line_and_code_2(
+    setting: str, complaint: str, tmp_path: Path, tiny_math: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ["train", "--config", str(CONFIG), f"output_dir={tmp_path}", "trial_name=one", setting]
+    assert main(words) == 2
+    printed = capfd.readouterr().err.splitlines()
+    assert len(printed) == 1, printed
+    assert re.search(complaint, printed[0])

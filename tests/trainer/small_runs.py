@@ -1,0 +1,93 @@
+"""A random model, groups of episodes on it, and run directories: what tests of training share."""
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from areal.api.messages import Episode, GroupResult, Row
+from areal.config.actor import ActorConfig, OptimizerConfig
+from areal.config.experiment import PPOConfig
+from areal.config.generation import GenerationHyperparameters
+from areal.engine.architecture import Architecture
+from areal.engine.builtin.tokenizer import make_tokenizer
+from areal.engine.decoder import initialise
+from areal.engine.training import TrainingEngine
+from areal.trainer.policy import PolicyUpdate
+from areal.trainer.run_directory import RunDirectory
+
+VOCABULARY = 272
+PROMPT = 5
+
+
+def make_engine(seed: int = 1, **optimizer: Any) -> TrainingEngine:
+    architecture = Architecture(
+        family="qwen3",
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=8,
+        intermediate_size=32,
+        max_positions=512,
+        tied_embeddings=True,
+    )
+    engine = TrainingEngine(architecture, OptimizerConfig(**{"lr": 1e-2, **optimizer}), total_steps=20)
+    initialise(engine.decoder, torch.Generator().manual_seed(seed))
+    with torch.no_grad():
+        engine.decoder.flat *= torch.where(engine.decoder.flat.abs() < 0.5, 10.0, 1.0)
+    return engine
+
+
+@cache
+def byte_tokenizer() -> Any:
+    return make_tokenizer(["Sort 5291"], 261, 512)
+
+
+def make_row(draw: np.random.Generator, reward: float, length: int, *, reported: bool = True) -> Row:
+    """A prompt of five tokens and one completion."""
+    total = PROMPT + length
+    mask = np.arange(total) >= PROMPT
+    return Row(
+        input_ids=draw.integers(0, VOCABULARY, total).astype(np.int32),
+        loss_mask=mask,
+        logprobs=np.where(mask & reported, draw.normal(-5.0, 0.5, total), 0).astype(np.float32),
+        versions=np.where(mask, 0, -1).astype(np.int32),
+        returns=np.where(mask, reward, 0).astype(np.float32),
+        completion_index=np.where(mask, 0, -1).astype(np.int32),
+        temperatures=np.ones(total, np.float32),
+        reward=reward,
+        recompute_logprobs=not reported,
+    )
+
+
+def make_group(task_id: int, rewards: Sequence[float], *, seed: int = 0, reported: bool = True) -> GroupResult:
+    """An episode of one completion for each reward."""
+    draw = np.random.default_rng([seed, task_id])
+    rows = [make_row(draw, reward, int(draw.integers(2, 9)), reported=reported) for reward in rewards]
+    return GroupResult(task_id, [Episode([row], row.reward, calls=1) for row in rows], [], {0: "digest"})
+
+
+def make_batch(seed: int = 0, groups: int = 4) -> list[GroupResult]:
+    draw = np.random.default_rng(seed)
+    return [make_group(number, draw.integers(0, 2, 4).tolist(), seed=seed) for number in range(groups)]
+
+
+def gradient_of(groups: Sequence[GroupResult], **settings: Any) -> torch.Tensor:
+    """The gradient of one update with one minibatch."""
+    engine = make_engine(gradient_clipping=0)
+    PolicyUpdate(engine, ActorConfig(**settings), settings.pop("reference", None), seed=1).step(groups)
+    return engine.flat_grad.clone()
+
+
+def make_config(output_dir: Path, **settings: Any) -> PPOConfig:
+    settings = {"experiment_name": "test", "trial_name": "one", **settings}
+    return PPOConfig(output_dir=str(output_dir), gconfig=GenerationHyperparameters(n_samples=4), **settings)
+
+
+def make_directory(output_dir: Path, **settings: Any) -> RunDirectory:
+    return RunDirectory.open(make_config(output_dir, **settings))

@@ -1,0 +1,76 @@
+"""Supervised training through its public door, on the built-in model."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from areal import SFTTrainer
+from areal.api.errors import DatasetError, RunExists
+from areal.config.dataset import DatasetConfig
+from areal.config.experiment import SFTConfig
+from areal.config.upkeep import SaverConfig
+from areal.trainer.metrics import read_metrics
+
+
+def config(output_dir: Path, model: Path, steps: int = 4, **settings: Any) -> SFTConfig:
+    made = SFTConfig(
+        experiment_name="sft",
+        trial_name="one",
+        output_dir=str(output_dir),
+        total_train_steps=steps,
+        train_dataset=DatasetConfig(path="builtin:sums", batch_size=32),
+        saver=SaverConfig(freq_steps=2, keep=5),
+        **settings,
+    )
+    made.actor.path = str(model)
+    made.actor.optimizer.warmup_steps = 0
+    made.actor.optimizer.lr = 2e-3
+    return made
+
+
+def weights(directory: Path) -> dict[str, torch.Tensor]:
+    from transformers import AutoModelForCausalLM
+
+    return dict(AutoModelForCausalLM.from_pretrained(directory).state_dict())
+
+
+@pytest.mark.timeout(300)
+def test_loss_falls_and_the_model_loads_with_transformers(tmp_path: Path, tiny_math: Path) -> None:
+    with SFTTrainer(config(tmp_path, tiny_math, steps=12)) as trainer:
+        result = trainer.train()
+    losses = [row["loss"] for row in read_metrics(result.run_dir)]
+    assert len(losses) == 12
+    assert sum(losses[-3:]) < 0.95 * sum(losses[:3])
+    assert result.summary["loss"] == losses[-1]
+    before, after = weights(tiny_math), weights(result.model_dir)
+    assert before.keys() == after.keys()
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.timeout(300)
+def test_resumed_training_ends_with_the_same_weights(tmp_path: Path, tiny_math: Path) -> None:
+    with SFTTrainer(config(tmp_path / "straight", tiny_math)) as trainer:
+        straight = trainer.train()
+    with SFTTrainer(config(tmp_path / "cut", tiny_math)) as trainer:
+        cut = trainer.train()
+    # As if the run had been killed after step 3: only the checkpoint of step 2 is there.
+    (cut.run_dir / "summary.json").unlink()
+    cut.model_dir.rename(tmp_path / "gone")
+    with SFTTrainer(config(tmp_path / "cut", tiny_math)) as trainer:
+        resumed = trainer.train()
+    assert [row["step"] for row in read_metrics(resumed.run_dir)] == [1, 2, 3, 4]
+    expected, got = weights(straight.model_dir), weights(resumed.model_dir)
+    assert all(torch.equal(expected[name], got[name]) for name in expected)
+    with pytest.raises(RunExists), SFTTrainer(config(tmp_path / "cut", tiny_math)) as trainer:
+        trainer.train()
+
+
+def test_conversation_without_an_answer_is_refused_by_number(tmp_path: Path, tiny_math: Path) -> None:
+    tasks = [
+        {"messages": [{"role": "user", "content": "1"}], "answer": "1"},
+        {"messages": [{"role": "user", "content": "2"}]},
+    ]
+    with pytest.raises(DatasetError, match="number 1 has neither"):
+        SFTTrainer(config(tmp_path, tiny_math), tasks)

@@ -1,0 +1,17 @@
+import os
+
+import pytest
+
+from areal.trainer.threads import plan_threads
+
+
+@pytest.mark.parametrize(("cores", "side_by_side"), [(1, (1, 1)), (2, (1, 1)), (5, (2, 3)), (8, (4, 4))])
+def test_cores_are_split_where_both_work_at_once_and_lent_whole_where_they_take_turns(
+    monkeypatch: pytest.MonkeyPatch, cores: int, side_by_side: tuple[int, int]
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    plan = plan_threads(max_head_offpolicyness=2)
+    assert (plan.engine, plan.trainer) == side_by_side
+    turns = plan_threads(max_head_offpolicyness=0)
+    assert (turns.engine, turns.trainer) == (cores, cores)
+    assert "take turns" in turns.reason
