@@ -21,11 +21,12 @@ class Admission:
     ready: int = 0
     running: int = 0
 
-    def capacity(self) -> int:
-        """Groups that may be started now."""
+    def capacity(self, reserved: int = 0) -> int:
+        """Groups that may be started now, while others than groups take the room of `reserved` running ones."""
         claimed = self.consumed + self.ready + self.running
         by_staleness = (self.version + self.max_staleness + 1) * self.batch_size - claimed
-        return max(0, min(by_staleness, self.max_running - self.running, self.total_groups - claimed))
+        by_concurrency = self.max_running - self.running - reserved
+        return max(0, min(by_staleness, by_concurrency, self.total_groups - claimed))
 
     def start(self) -> None:
         self.running += 1

@@ -2,55 +2,31 @@
 
 Everything happens on one event loop and is driven by events: a group that ends and a version that is published each
 lead to the next admission at once. Nothing polls.
+
+Invariants: a group that is handed over is at most `max_staleness` versions old; groups and evaluations together never
+run more episodes than allowed, and evaluations, which somebody waits for, go first; the first failure is told to
+everybody who waits and starts nothing more.
 """
 
 import asyncio
-import pickle
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
 
-from areal.api.errors import NothingAccepted, WeightMismatch
-from areal.api.messages import GroupResult, GroupTask, Rejection
-from areal.api.rejection import RejectReason
+from areal.api.messages import GroupResult, GroupTask
 from areal.rollout.admission import Admission
-from areal.utils import logging
+from areal.rollout.dispatch import Dispatch, Worker, pack_task
+from areal.rollout.shelf import Filter, Shelf
+from areal.rollout.tally import Tally
 
-logger = logging.getLogger("rollout")
-
-TRACES_SHOWN = 2
-"""Full tracebacks logged per reason; the rest are only counted."""
-
-
-class Worker(Protocol):
-    async def run_group(self, task: GroupTask) -> GroupResult: ...
+__all__ = ["Filter", "Pipeline", "Tally", "TaskStream", "Worker"]
 
 
-@dataclass
-class Tally:
-    """Rejected episodes: how many, why, and the first of each kind."""
-
-    counts: Counter[RejectReason] = field(default_factory=Counter)
-    since_accepted: int = 0
-    latest: Rejection | None = None
-
-    def add(self, rejection: Rejection) -> None:
-        self.counts[rejection.reason] += 1
-        self.since_accepted += 1
-        self.latest = rejection
-        if self.counts[rejection.reason] <= TRACES_SHOWN and rejection.reason is not RejectReason.STALE:
-            logger.warning("rejected (%s): %s\n%s", rejection.reason, rejection.detail, rejection.trace)
-
-
-Filter = Callable[[GroupResult], bool]
-"""Whether a finished group is to be trained on."""
 TaskStream = Iterator[tuple[int, dict[str, Any]]]
 """(number, task), endless."""
 
 
 class Pipeline:
-    """Keeps episodes in flight and hands over batches of groups."""
+    """Keeps episodes in flight and hands over batches of groups. Made on the event loop that it lives on."""
 
     def __init__(
         self,
@@ -61,165 +37,148 @@ class Pipeline:
         n_samples: int,
         max_idle_rejections: int,
         keep: Filter | None = None,
+        group_seconds: float | None = None,
     ) -> None:
+        """`group_seconds` as in `Dispatch`."""
         self.admission = admission
-        self.tally = Tally()
-        self._workers = list(workers)
-        self._load = Counter[int]()
+        self.evaluation_tally = Tally(where="evaluation")
+        self._dispatch = Dispatch(workers, group_seconds)
+        self._shelf = Shelf(admission, keep, max_idle_rejections)
         self._tasks = tasks
         self._n_samples = n_samples
-        self._max_idle_rejections = max_idle_rejections
-        self._keep = keep
-        self._ready: list[GroupResult] = []
         self._running: set[asyncio.Task[None]] = set()
-        self._published: dict[int, str] = {}
         self._changed = asyncio.Event()
-        self._failure: BaseException | None = None
-        self._evaluations = 0
+        self._failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+        self._evaluating = 0
+        """Evaluation episodes running."""
+        self._evaluations_waiting = 0
+        """Calls of `evaluate` that have more to start."""
+        self._evaluations_named = 0
 
     def publish(self, version: int, digest: str) -> None:
         """The engine now has these weights; older groups may expire and new ones be admitted."""
-        self._published[version] = digest
+        self._dispatch.lineage.publish(version, digest)
         self.admission.version = version
-        self._expire()
+        self._shelf.expire()
         self._admit()
+
+    @property
+    def tally(self) -> Tally:
+        """Rejections of training."""
+        return self._shelf.tally
 
     async def take(self, count: int) -> list[GroupResult]:
         """The next `count` groups, oldest first, none staler than allowed."""
-        while len(self._ready) < count:
-            self._raise_failure()
-            self._changed.clear()
-            await self._changed.wait()
-        self._ready.sort(key=oldest_version)
-        batch, self._ready = self._ready[:count], self._ready[count:]
-        self.admission.consume(count)
-        return batch
+        while self._raise_failure() or len(self._shelf) < count:
+            await self._change()
+        return self._shelf.take(count)
+
+    def pop_rejected(self) -> list[int]:
+        """Numbers of the tasks, since the last call, that will never be handed over: rejected, filtered or stale.
+
+        Together with those that were trained they are what a resumed run must not begin again.
+        """
+        return self._shelf.pop_rejected()
 
     async def evaluate(self, tasks: Sequence[dict[str, Any]], *, greedy: bool, max_running: int) -> list[GroupResult]:
         """Each task once, in order, beside whatever is being trained on; rejections are part of the results."""
-        room = asyncio.Semaphore(max_running)
-
-        async def one(data: dict[str, Any]) -> GroupResult:
-            async with room:
-                self._evaluations += 1
-                task = GroupTask(-self._evaluations, pickle.dumps(data), 1, is_eval=True, greedy=greedy)
-                return await self._send(task)
-
-        async with asyncio.TaskGroup() as group:
-            guard = group.create_task(self._until_failure())
-            running = [group.create_task(one(data)) for data in tasks]
-            await asyncio.wait(running)
-            guard.cancel()
-        results = [each.result() for each in running]
-        for result in results:
-            self._check_digests(result)
-        return results
+        running: list[asyncio.Task[GroupResult]] = []
+        try:
+            self._evaluations_waiting += 1
+            try:
+                for data in tasks:
+                    await self._evaluation_room(max_running)
+                    running.append(self._start_evaluation(data, greedy))
+            finally:
+                self._evaluations_waiting -= 1
+            return await self._unless_failed(asyncio.gather(*running))
+        finally:
+            await _end(running)
+            self._admit()
 
     def fail(self, error: BaseException) -> None:
         """Whoever waits for groups gets this error."""
-        if self._failure is None:
-            self._failure = error
+        if not self._failed.done():
+            self._failed.set_result(error)
             self._changed.set()
 
     async def aclose(self) -> None:
         self.fail(RuntimeError("the pipeline is closed"))
-        for task in self._running:
-            task.cancel()
-        await asyncio.gather(*self._running, return_exceptions=True)
+        await _end(self._running)
 
     def _admit(self) -> None:
-        for _ in range(self.admission.capacity() if self._failure is None else 0):
-            task_id, data = next(self._tasks)
-            self.admission.start()
-            running = asyncio.ensure_future(self._run(GroupTask(task_id, pickle.dumps(data), self._n_samples)))
-            self._running.add(running)
-            running.add_done_callback(self._running.discard)
-
-    async def _run(self, task: GroupTask) -> None:
+        """Start what may be started. A task that cannot be had or sent is a failure of the run."""
+        unpublished = not self._dispatch.lineage.published
+        if unpublished or self._evaluations_waiting or self._failed.done():
+            return
+        reserved = -(-self._evaluating // self._n_samples)
         try:
-            result = await self._send(task)
-            self._check_digests(result)
+            for _ in range(self.admission.capacity(reserved)):
+                task_id, data = next(self._tasks)
+                self._start(GroupTask(task_id, pack_task(data), self._n_samples))
         except Exception as error:
             self.fail(error)
-            return
-        self._receive(result)
+
+    def _start(self, task: GroupTask) -> None:
+        self.admission.start()
+        running = asyncio.ensure_future(self._run(task))
+        self._running.add(running)
+        running.add_done_callback(self._running.discard)
+
+    async def _run(self, task: GroupTask) -> None:
+        """Nobody waits for this task, so an error is told to those who wait for groups."""
+        try:
+            self._shelf.receive(await self._dispatch.send(task))
+        except Exception as error:
+            self.fail(error)
         self._admit()
         self._changed.set()
 
-    async def _send(self, task: GroupTask) -> GroupResult:
-        """To the worker with the least to do."""
-        index = min(range(len(self._workers)), key=lambda i: self._load[i])
-        self._load[index] += task.n_samples
-        try:
-            return await self._workers[index].run_group(task)
-        finally:
-            self._load[index] -= task.n_samples
+    def _start_evaluation(self, data: dict[str, Any], greedy: bool) -> asyncio.Task[GroupResult]:
+        self._evaluations_named += 1
+        task = GroupTask(-self._evaluations_named, pack_task(data), 1, is_eval=True, greedy=greedy)
+        running = asyncio.ensure_future(self._evaluate_one(task))
+        self._evaluating += 1
+        running.add_done_callback(self._end_evaluation)
+        return running
 
-    def _receive(self, result: GroupResult) -> None:
+    async def _evaluate_one(self, task: GroupTask) -> GroupResult:
+        result = await self._dispatch.send(task)
         for rejection in result.rejections:
-            self.tally.add(rejection)
-        if result.episodes and self._keep is not None and not self._keep(result):
-            for _ in result.episodes:
-                self.tally.add(Rejection(RejectReason.FILTERED, "dynamic_filter_fn said no"))
-            result.episodes.clear()
-        if result.episodes and self.admission.is_stale(oldest_version(result)):
-            self.admission.reject()
-            self._reject_stale(result)
-        elif result.episodes:
-            self.tally.since_accepted = 0
-            self.admission.accept()
-            self._ready.append(result)
-        else:
-            self.admission.reject()
-        if self.tally.since_accepted >= self._max_idle_rejections:
-            self.fail(NothingAccepted(self._why_nothing()))
+            self.evaluation_tally.add(rejection)
+        return result
 
-    def _expire(self) -> None:
-        fresh = []
-        for result in self._ready:
-            if self.admission.is_stale(oldest_version(result)):
-                self.admission.expire()
-                self._reject_stale(result)
-            else:
-                fresh.append(result)
-        self._ready = fresh
+    def _end_evaluation(self, ended: asyncio.Task[GroupResult]) -> None:
+        self._evaluating -= 1
+        self._admit()
+        self._changed.set()
 
-    def _reject_stale(self, result: GroupResult) -> None:
-        for _ in result.episodes:
-            self.tally.add(Rejection(RejectReason.STALE, f"older than {self.admission.max_staleness} versions"))
+    async def _evaluation_room(self, max_running: int) -> None:
+        """Wait until one more episode may run."""
+        while self._raise_failure() or self._evaluating + self.admission.running * self._n_samples >= max_running:
+            await self._change()
 
-    def _check_digests(self, result: GroupResult) -> None:
-        for version, digest in result.digests.items():
-            if self._published.get(version, digest) != digest:
-                raise WeightMismatch(
-                    f"the engine says version {version} has weights {digest}, published were {self._published[version]}"
-                )
+    async def _change(self) -> None:
+        """Until something may be different. The conditions are looked at again after it."""
+        self._changed.clear()
+        await self._changed.wait()
 
-    def _why_nothing(self) -> str:
-        reasons = ", ".join(f"{reason} {count}" for reason, count in self.tally.counts.most_common())
-        latest = self.tally.latest.detail if self.tally.latest else ""
-        return (
-            f"the last {self.tally.since_accepted} episodes were all rejected ({reasons}), so nothing can be trained; "
-            f"the latest: {latest}"
-        )
-
-    async def _until_failure(self) -> None:
-        while True:
+    async def _unless_failed(self, work: asyncio.Future[list[GroupResult]]) -> list[GroupResult]:
+        work.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # it may end after we have left
+        await asyncio.wait((work, self._failed), return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
             self._raise_failure()
-            self._changed.clear()
-            await self._changed.wait()
+        return work.result()
 
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise self._failure
+    def _raise_failure(self) -> bool:
+        """False, or the failure."""
+        if self._failed.done():
+            raise self._failed.result()
+        return False
 
 
-def oldest_version(result: GroupResult) -> int:
-    """The version behind a group's first sampled token."""
-    versions = [
-        int(row.versions[row.loss_mask].min())
-        for episode in result.episodes
-        for row in episode.rows
-        if row.loss_mask.any()
-    ]
-    return min(versions)
+async def _end(tasks: Collection[asyncio.Task[Any]]) -> None:
+    """Cancel what still runs and wait until it has ended."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

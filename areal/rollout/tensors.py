@@ -14,29 +14,48 @@ from areal.api.messages import Array, Row
 
 REQUIRED = ("input_ids", "loss_mask", "logprobs", "versions", "rewards")
 OPTIONAL = ("attention_mask", "returns", "completion_index", "temperatures", "group_id")
+SHORT = {"input_ids": 1, "output_ids": 1, "reward": 0}
+"""Dimensions of the short form's fields."""
 
 
-def rows_of(tensors: Any, name: str) -> list[Row]:
-    """Rows of a workflow's result; `AgentFailed` names every missing or wrong field."""
+def rows_of(tensors: Any, name: str, temperature: float | None = 1.0) -> list[Row]:
+    """Rows of a workflow's result; `AgentFailed` names every missing or wrong field.
+
+    `temperature` is what its tokens were sampled at, where it does not say so itself; None = at several, so it must.
+    """
     if not isinstance(tensors, Mapping):
         raise AgentFailed(f"{name} must return a dict of tensors or None, got {type(tensors).__name__}")
-    arrays = {key: _array(value) for key, value in tensors.items()}
-    if "output_ids" in arrays:
-        return [_short_row(arrays, name)]
-    faults = _faults(arrays)
+    is_short = "output_ids" in tensors
+    required = tuple(SHORT) if is_short else REQUIRED
+    faults = [f"{key} is missing" for key in required if key not in tensors]
+    if temperature is None and "temperatures" not in tensors:
+        faults.append("temperatures is missing, though its calls differ in temperature")
+    arrays, unreadable = _read(tensors)
+    faults += unreadable + (_short_faults(arrays) if is_short else _faults(arrays))
     if faults:
         raise AgentFailed(f"{name} returned a wrong trajectory: " + "; ".join(faults))
-    return [_row(arrays, index) for index in range(len(arrays["rewards"]))]
+    sampled_at = 1.0 if temperature is None else temperature
+    if is_short:
+        return [_short_row(arrays, sampled_at)]
+    return [_row(arrays, index, sampled_at) for index in range(len(arrays["rewards"]))]
 
 
-def _array(value: Any) -> Array:
-    detached = value.detach().cpu() if hasattr(value, "detach") else value
-    return np.asarray(detached)
+def _read(tensors: Mapping[str, Any]) -> tuple[dict[str, Array], list[str]]:
+    """Every field that can be read as an array of numbers, and the faults of those that cannot."""
+    arrays, faults = {}, []
+    for key, value in tensors.items():
+        try:
+            arrays[key] = np.asarray(value.detach().cpu() if hasattr(value, "detach") else value)
+        except (TypeError, ValueError) as error:
+            faults.append(f"{key} cannot be read as numbers: {error}")
+            continue
+        if arrays[key].dtype.kind not in "biuf":
+            faults.append(f"{key} must be numbers, got {arrays.pop(key).dtype}")
+    return arrays, faults
 
 
 def _faults(arrays: dict[str, Array]) -> list[str]:
-    faults = [f"{key} is missing" for key in REQUIRED if key not in arrays]
-    faults += [f"{key} is unknown" for key in arrays if key not in (*REQUIRED, *OPTIONAL)]
+    faults = [f"{key} is unknown" for key in arrays if key not in (*REQUIRED, *OPTIONAL)]
     if "input_ids" not in arrays:
         return faults
     shape = arrays["input_ids"].shape
@@ -55,18 +74,24 @@ def _meaning_faults(arrays: dict[str, Array]) -> list[str]:
     faults = []
     if arrays["input_ids"].dtype.kind not in "iu":
         faults.append(f"input_ids must be integers, got {arrays['input_ids'].dtype}")
-    mask = arrays.get("loss_mask")
-    if mask is not None and mask.ndim == 2:
+    shape = arrays["input_ids"].shape
+    mask, attention = arrays.get("loss_mask"), arrays.get("attention_mask")
+    if mask is not None and mask.shape == shape:
         if mask[:, 0].any():
             faults.append("loss_mask must be 0 on the first token, which nothing predicts")
-        if not mask.any():
-            faults.append("loss_mask must have a token to train on")
+        if not mask.any(axis=1).all():
+            faults.append("loss_mask must have a token to train on in every row")
+    if attention is not None and attention.shape == shape:
+        if (np.diff(attention.astype(np.bool_).astype(np.int8), axis=1) > 0).any():
+            faults.append("attention_mask must be 1 on tokens and then 0: padding belongs on the right")
+        if mask is not None and mask.shape == shape and (mask.astype(np.bool_) & (attention == 0)).any():
+            faults.append("loss_mask must be 0 where attention_mask is")
     return faults
 
 
-def _row(arrays: dict[str, Array], index: int) -> Row:
+def _row(arrays: dict[str, Array], index: int, temperature: float) -> Row:
     attention = arrays.get("attention_mask")
-    length = arrays["input_ids"].shape[1] if attention is None else int(attention[index].sum())
+    length = arrays["input_ids"].shape[1] if attention is None else np.count_nonzero(attention[index])
 
     def take(key: str, dtype: type[np.generic]) -> Array:
         return np.ascontiguousarray(arrays[key][index, :length], dtype=dtype)
@@ -82,28 +107,33 @@ def _row(arrays: dict[str, Array], index: int) -> Row:
         completion_index=take("completion_index", np.int32)
         if "completion_index" in arrays
         else np.where(mask, index, -1).astype(np.int32),
-        temperatures=take("temperatures", np.float32)
-        if "temperatures" in arrays
-        else np.ones(length, dtype=np.float32),
+        temperatures=take("temperatures", np.float32) if "temperatures" in arrays else _temperatures(mask, temperature),
         reward=reward,
     )
 
 
-def _short_row(arrays: dict[str, Array], name: str) -> Row:
-    wanted = {"input_ids": 1, "output_ids": 1, "reward": 0}
-    faults = [f"{key} is missing" for key in wanted if key not in arrays]
-    faults += [
-        f"{key} must have {dims} dimension{'s' * (dims != 1)}, got shape {list(arrays[key].shape)}"
-        for key, dims in wanted.items()
-        if key in arrays and arrays[key].ndim != dims
-    ]
-    faults += [f"{key} is unknown beside output_ids" for key in arrays if key not in wanted]
-    if not faults and not (len(arrays["input_ids"]) and len(arrays["output_ids"])):
-        faults.append("input_ids and output_ids must each hold a token")
-    if not faults and not np.isfinite(arrays["reward"]):
-        faults.append(f"reward must be finite, got {arrays['reward']}")
-    if faults:
-        raise AgentFailed(f"{name} returned a wrong trajectory: " + "; ".join(faults))
+def _temperatures(mask: Array, temperature: float) -> Array:
+    return np.where(mask, temperature, 1.0).astype(np.float32)
+
+
+def _short_faults(arrays: dict[str, Array]) -> list[str]:
+    faults = [f"{key} is unknown beside output_ids" for key in arrays if key not in SHORT]
+    for key, dims in SHORT.items():
+        if key not in arrays:
+            continue
+        array = arrays[key]
+        if array.ndim != dims:
+            faults.append(f"{key} must have {dims} dimension{'s' * (dims != 1)}, got shape {list(array.shape)}")
+        elif not array.size:
+            faults.append(f"{key} must hold a token")
+        elif dims and array.dtype.kind not in "iu":
+            faults.append(f"{key} must be integers, got {array.dtype}")
+        elif not np.isfinite(array).all():
+            faults.append(f"{key} must be finite, got {array}")
+    return faults
+
+
+def _short_row(arrays: dict[str, Array], temperature: float) -> Row:
     prompt, output = arrays["input_ids"], arrays["output_ids"]
     mask = np.r_[np.zeros(len(prompt), np.bool_), np.ones(len(output), np.bool_)]
     reward = float(arrays["reward"])
@@ -114,7 +144,7 @@ def _short_row(arrays: dict[str, Array], name: str) -> Row:
         versions=np.full(len(mask), -1, np.int32),
         returns=np.where(mask, reward, 0.0).astype(np.float32),
         completion_index=np.where(mask, 0, -1).astype(np.int32),
-        temperatures=np.ones(len(mask), np.float32),
+        temperatures=_temperatures(mask, temperature),
         reward=reward,
         recompute_logprobs=True,
     )

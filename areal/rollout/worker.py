@@ -6,18 +6,17 @@ The same object serves inside the driver (`rollout.in_process`) and as a process
 
 import asyncio
 import gc
-import os
 import pickle
 import sys
 import time
-from dataclasses import dataclass
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
 from typing import Any
 
-import cloudpickle
-
-from areal.api.errors import WorkflowError
-from areal.api.messages import Episode, GroupResult, GroupTask
+from areal.api.engine_api import InferenceEngine
+from areal.api.messages import Episode, GroupResult, GroupTask, Rejection
 from areal.config.generation import GenerationHyperparameters
+from areal.config.proxy import ProxyConfig
 from areal.config.rollout import RolloutConfig
 from areal.engine.remote import RemoteEngine
 from areal.infra import workflow_context
@@ -27,8 +26,15 @@ from areal.infra.dial_home import dial_home
 from areal.infra.endpoint import connect
 from areal.infra.workflow_context import WorkflowContext
 from areal.proxy import NO_SESSION_KEY, Proxy
-from areal.rollout.episodes import AgentDoor, Door, WorkflowDoor, run_episode
-from areal.rollout.workflows import Fillers, WorkflowSpec, is_rollout_workflow, load, name_of
+from areal.rollout.agent_door import AgentDoor
+from areal.rollout.agent_process import AgentParcel
+from areal.rollout.client_environment import environment
+from areal.rollout.constructor import Fillers
+from areal.rollout.episodes import Digests, Door, run_episode
+from areal.rollout.naming import name_of
+from areal.rollout.subproc_door import AgentPool, SubprocDoor
+from areal.rollout.workflow_door import WorkflowDoor
+from areal.rollout.workflows import WorkflowSpec, is_agent, is_rollout_workflow, load
 from areal.utils.hf_utils import load_hf_tokenizer
 
 ROLE = "rollout worker"
@@ -42,54 +48,56 @@ class WorkerSetup:
     gconfig: GenerationHyperparameters
     workflow: bytes
     eval_workflow: bytes
+    """Empty, or the same bytes: the very object that trains evaluates too."""
     engine_address: str
     tokenizer_path: str
     max_positions: int
     reward_fn: str
+    proxy: ProxyConfig = field(default_factory=ProxyConfig)
 
 
 class RolloutWorker:
-    def __init__(self, doors: dict[bool, Door], proxy: Proxy, engine: RemoteEngine, timeout_seconds: float) -> None:
+    def __init__(self, doors: dict[bool, Door], proxy: Proxy, engine: InferenceEngine, timeout_seconds: float) -> None:
         self._doors = doors
         """By `is_eval`."""
         self._proxy = proxy
-        self._engine = engine
         self._timeout_seconds = timeout_seconds
+        self._held = AsyncExitStack()
+        self._held.push_async_callback(engine.aclose)
+        self._held.push_async_callback(workflow_context.close_clients)
+        self._held.push_async_callback(proxy.aclose)
 
     @classmethod
     async def start(cls, setup: WorkerSetup) -> "RolloutWorker":
+        """Connect, listen, and construct the workflows; what is open is closed again if one of these fails."""
         tokenizer = load_hf_tokenizer(setup.tokenizer_path)
         engine = RemoteEngine(await connect(setup.engine_address, wire=api_wire(), peer="the engine"))
-        gconfig = setup.gconfig.new(n_samples=1)
-        proxy = Proxy(engine, tokenizer, gconfig=gconfig, max_positions=setup.max_positions)
-        await proxy.start()
-        fillers = Fillers(gconfig, tokenizer, setup.reward_fn)
-
-        def door(packed: bytes) -> Door:
-            workflow = _load(packed, fillers)
-            if is_rollout_workflow(workflow):
-                return WorkflowDoor(workflow, engine, tokenizer)
-            return AgentDoor(workflow, proxy, setup.rollout.agent, gconfig)
-
-        train = door(setup.workflow)
-        doors = {False: train, True: train if setup.eval_workflow == setup.workflow else door(setup.eval_workflow)}
-        return cls(doors, proxy, engine, setup.rollout.agent.timeout_seconds)
-
-    @property
-    def origin(self) -> str:
-        return self._proxy.origin
+        proxy = Proxy(
+            engine,
+            tokenizer,
+            gconfig=setup.gconfig.new(n_samples=1),
+            max_positions=setup.max_positions,
+            limits=setup.proxy.limits,
+            drop_params=setup.proxy.drop_params,
+            tool_parser=setup.proxy.tool_parser,
+            reasoning_parser=setup.proxy.reasoning_parser,
+        )
+        worker = cls({}, proxy, engine, setup.rollout.agent.timeout_seconds)
+        try:
+            await proxy.start()
+            # A client made without a session's address must not reach the internet by accident.
+            nowhere = {"OPENAI_BASE_URL": f"{proxy.origin}/v1", "OPENAI_API_KEY": NO_SESSION_KEY}
+            worker._held.enter_context(environment(nowhere))
+            worker._doors = await _doors(setup, proxy, engine, tokenizer, worker._held)
+        except BaseException:
+            await worker.aclose()
+            raise
+        return worker
 
     async def run_group(self, task: GroupTask) -> GroupResult:
         """Every sample of a task. One that fails leaves its siblings alone; a cancelled group leaves none running."""
-        context = WorkflowContext(is_eval=task.is_eval, task_id=task.task_id)
-        door = self._doors[task.is_eval]
         async with asyncio.TaskGroup() as group:
-            samples = [
-                group.create_task(
-                    run_episode(door, pickle.loads(task.data), context, task.greedy, self._timeout_seconds)
-                )
-                for _ in range(task.n_samples)
-            ]
+            samples = [group.create_task(self._run_sample(task)) for _ in range(task.n_samples)]
         result = GroupResult(task.task_id, [], [], {})
         for sample in samples:
             outcome, digests = sample.result()
@@ -101,19 +109,40 @@ class RolloutWorker:
         return result
 
     async def aclose(self) -> None:
-        await self._proxy.aclose()
-        await workflow_context.close_clients()
-        await self._engine.aclose()
+        await self._held.aclose()
+
+    async def _run_sample(self, task: GroupTask) -> tuple[Episode | Rejection, Digests]:
+        """Each sample has its own copy of the task, which its agent may change."""
+        context = WorkflowContext(is_eval=task.is_eval, task_id=task.task_id)
+        door, data = self._doors[task.is_eval], pickle.loads(task.data)
+        return await run_episode(door, data, context, greedy=task.greedy, seconds=self._timeout_seconds)
 
 
-def _load(packed: bytes, fillers: Fillers) -> Any:
-    spec: WorkflowSpec = cloudpickle.loads(packed)
-    try:
-        return load(spec, fillers)
-    except WorkflowError:
-        raise
-    except Exception as error:
-        raise WorkflowError(f"{name_of(spec.target)} could not be made: {type(error).__name__}: {error}") from error
+async def _doors(
+    setup: WorkerSetup, proxy: Proxy, engine: InferenceEngine, tokenizer: Any, held: AsyncExitStack
+) -> dict[bool, Door]:
+    gconfig = setup.gconfig.new(n_samples=1)
+    agent = setup.rollout.agent
+    pool: AgentPool | None = None
+    if agent.mode == "subproc":
+        pool = AgentPool(agent.subproc_max_workers)
+        held.push_async_callback(pool.aclose)
+
+    async def door(packed: bytes) -> Door:
+        spec = WorkflowSpec.unpack(packed)
+        if pool is not None and is_agent(spec):
+            parcel = AgentParcel(packed, Fillers(gconfig, setup.tokenizer_path, setup.reward_fn))
+            away = SubprocDoor(name_of(spec.target), parcel, pool, proxy, agent, gconfig)
+            await away.prepare()
+            return away
+        workflow = load(spec, Fillers(gconfig, tokenizer, setup.reward_fn))
+        if is_rollout_workflow(workflow):
+            return WorkflowDoor(workflow, engine, tokenizer)
+        return AgentDoor(workflow, proxy, agent, gconfig)
+
+    train = await door(setup.workflow)
+    same = setup.eval_workflow in (b"", setup.workflow)
+    return {False: train, True: train if same else await door(setup.eval_workflow)}
 
 
 async def serve_worker(index: int) -> None:
@@ -123,8 +152,6 @@ async def serve_worker(index: int) -> None:
     async def setup(packed: bytes) -> None:
         nonlocal worker
         worker = await RolloutWorker.start(pickle.loads(packed))
-        # A client made without a session's address must not reach the internet by accident.
-        os.environ.update(OPENAI_BASE_URL=f"{worker.origin}/v1", OPENAI_API_KEY=NO_SESSION_KEY)
         gc.collect()
         gc.freeze()
 

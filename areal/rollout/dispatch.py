@@ -1,0 +1,59 @@
+"""Sends tasks to workers: each to the one with the least to do, under a deadline, and checks who answered.
+
+Owns how loaded each worker is. Knows nothing of batches, staleness or training.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import cloudpickle
+
+from areal.api.errors import WorkflowError
+from areal.api.messages import GroupResult, GroupTask
+from areal.rollout.lineage import Lineage
+
+
+class Worker(Protocol):
+    async def run_group(self, task: GroupTask) -> GroupResult: ...
+
+
+class Dispatch:
+    def __init__(self, workers: Sequence[Worker], group_seconds: float | None) -> None:
+        """`group_seconds`: a worker that takes longer for a group is stuck; None = trust its episodes' own deadline."""
+        self.lineage = Lineage()
+        self._workers = list(workers)
+        self._load = Counter[int]()
+        self._group_seconds = group_seconds
+
+    async def send(self, task: GroupTask) -> GroupResult:
+        """Raises what the worker raises, `WeightMismatch`, or `WorkflowError` if it is stuck."""
+        index = min(range(len(self._workers)), key=lambda i: self._load[i])
+        self._load[index] += task.n_samples
+        deadline = asyncio.timeout(self._group_seconds)
+        try:
+            async with deadline:
+                result = await self._workers[index].run_group(task)
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            raise WorkflowError(
+                f"rollout worker {index} gave no answer for {self._group_seconds:g} s, longer than its episodes may "
+                "take; a workflow that blocks its event loop (time.sleep, a synchronous request) does that"
+            ) from None
+        finally:
+            self._load[index] -= task.n_samples
+        self.lineage.check(result.digests)
+        return result
+
+
+def pack_task(data: dict[str, Any]) -> bytes:
+    """A task's dict in bytes; what its values are made of in `__main__` travels by value."""
+    try:
+        packed: bytes = cloudpickle.dumps(data)
+    except Exception as error:  # whatever a user's __reduce__ raises
+        raise WorkflowError(
+            f"a task cannot be sent to a rollout worker: {type(error).__name__}: {error}; tasks are dicts of plain data"
+        ) from error
+    return packed

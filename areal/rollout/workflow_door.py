@@ -1,0 +1,119 @@
+"""Episodes of a RolloutWorkflow: it calls the engine itself, and returns tensors or interactions to train on."""
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from areal.api.engine_api import InferenceEngine
+from areal.api.errors import AgentFailed, NoInteractions
+from areal.api.io_struct import ModelRequest, ModelResponse, TokenChunk
+from areal.api.messages import Episode, Row
+from areal.infra import workflow_context
+from areal.infra.workflow_context import WorkflowContext
+from areal.rollout.episodes import Digests
+from areal.rollout.exported import episode_of, is_interactions
+from areal.rollout.naming import name_of
+from areal.rollout.tensors import rows_of
+from areal.rollout.user_code import bounded, call
+from areal.rollout.workflows import episode_function
+
+
+class WorkflowDoor:
+    def __init__(self, workflow: Any, engine: InferenceEngine, tokenizer: Any) -> None:
+        self.name = name_of(workflow)
+        self._run = episode_function(workflow)
+        self._engine = engine
+        self._tokenizer = tokenizer
+
+    async def play(
+        self, data: dict[str, Any], context: WorkflowContext, *, greedy: bool, seconds: float
+    ) -> tuple[Episode | None, Digests]:
+        witness = WitnessedEngine(self._engine, greedy)
+        with workflow_context.enter(context):
+            result = await bounded(lambda: call(self._run, witness, data), seconds, self.name)
+        if result is None:
+            return None, witness.digests
+        if not witness.versions:
+            raise NoInteractions(f"{self.name} returned a trajectory, but the engine sampled no token for it")
+        if is_interactions(result):
+            episode = episode_of(result)
+        else:
+            rows = rows_of(result, self.name, witness.temperature)
+            messages = [message for row in rows for message in self._readable(row)]
+            episode = Episode(rows, sum(row.reward for row in rows), messages)
+        for row in episode.rows:
+            self._settle_versions(row, witness.versions)
+        episode.calls = witness.calls
+        return episode, witness.digests
+
+    def _settle_versions(self, row: Row, witnessed: set[int]) -> None:
+        """A row's age is what the engine said, since staleness is decided by it."""
+        if row.recompute_logprobs:  # the short form says nothing of versions
+            row.versions[row.loss_mask] = min(witnessed)
+            return
+        foreign = sorted(set(row.versions[row.loss_mask].tolist()) - witnessed)
+        if foreign:
+            raise AgentFailed(
+                f"{self.name} returned a wrong trajectory: versions of trained tokens must be the engine's "
+                f"output_versions, {sorted(witnessed)}, got {foreign}; set loss_mask to 0 on tokens that it did not "
+                "sample"
+            )
+
+    def _readable(self, row: Row) -> list[dict[str, Any]]:
+        """A row as a person reads it: stretches of prompt and of sampled tokens."""
+        edges = np.flatnonzero(np.diff(row.loss_mask)) + 1
+        stretches = [
+            {
+                "role": "assistant" if row.loss_mask[part[0]] else "prompt",
+                "content": self._tokenizer.decode(row.input_ids[part]),
+            }
+            for part in np.split(np.arange(len(row.input_ids)), edges)
+        ]
+        stretches[-1]["reward"] = row.reward
+        return stretches
+
+
+class WitnessedEngine:
+    """The engine as a workflow sees it: every call is counted, and what produced its tokens is noted."""
+
+    def __init__(self, engine: InferenceEngine, greedy: bool) -> None:
+        self._engine = engine
+        self._greedy = greedy
+        self.calls = 0
+        self.versions: set[int] = set()
+        self.temperatures: set[float] = set()
+        self.digests: dict[int, str] = {}
+
+    @property
+    def temperature(self) -> float | None:
+        """What the sampler divided logits by; None if calls differ."""
+        return next(iter(self.temperatures)) if len(self.temperatures) == 1 else None
+
+    async def agenerate(self, req: ModelRequest) -> ModelResponse:
+        req = self._asked(req)
+        return self._note(req, await self._engine.agenerate(req))
+
+    async def astream(self, req: ModelRequest) -> AsyncGenerator[TokenChunk, None]:
+        req = self._asked(req)
+        async with aclosing(self._engine.astream(req)) as chunks:
+            async for chunk in chunks:
+                if chunk.response is not None:
+                    self._note(req, chunk.response)
+                yield chunk
+
+    def _asked(self, req: ModelRequest) -> ModelRequest:
+        return replace(req, gconfig=req.gconfig.new(greedy=True)) if self._greedy else req
+
+    def _note(self, req: ModelRequest, response: ModelResponse) -> ModelResponse:
+        self.calls += 1
+        self.versions.update(response.output_versions)
+        # A greedy choice is made on undivided logits.
+        self.temperatures.add(1.0 if req.gconfig.greedy else req.gconfig.temperature or 1.0)
+        self.digests |= response.digests
+        return response
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)

@@ -1,0 +1,236 @@
+"""Groups of episodes on one worker, and how a worker is set up."""
+
+import asyncio
+import os
+import pickle
+
+import pytest
+from watched_engine import DATA, MAX_POSITIONS, chat
+
+from areal.api.errors import WorkflowError
+from areal.api.messages import GroupTask
+from areal.api.rejection import RejectReason
+from areal.config.generation import GenerationHyperparameters
+from areal.config.rollout import AgentConfig, RolloutConfig
+from areal.engine.remote import engine_handlers
+from areal.infra.api_wire import api_wire
+from areal.infra.endpoint import serve
+from areal.proxy import NO_SESSION_KEY
+from areal.rollout.agent_door import AgentDoor
+from areal.rollout.worker import RolloutWorker, WorkerSetup
+from areal.rollout.workflows import WorkflowSpec
+
+
+@pytest.fixture
+def make_worker(proxy, engine, gconfig):
+    """A worker whose one agent trains and evaluates."""
+
+    def make(agent, seconds=60):
+        door = AgentDoor(agent, proxy, AgentConfig(), gconfig)
+        return RolloutWorker({False: door, True: door}, proxy, engine, seconds)
+
+    return make
+
+
+def task(n_samples=1, **options):
+    return GroupTask(7, pickle.dumps(DATA), n_samples, **options)
+
+
+async def test_group_has_every_sample_and_the_weights_behind_it(make_worker):
+    async def agent(data, **kwargs):
+        await chat(kwargs, data["messages"])
+        return 1.0
+
+    result = await make_worker(agent).run_group(task(4))
+    assert (result.task_id, len(result.episodes), result.rejections) == (7, 4, [])
+    assert result.digests == {0: "fake-0"}
+
+
+async def test_failing_sample_keeps_its_siblings(make_worker, proxy):
+    runs = []
+
+    async def agent(data, **kwargs):
+        number = len(runs)
+        runs.append(number)
+        await chat(kwargs, data["messages"])
+        if number == 1:
+            raise ValueError("unlucky")
+        return float(number)
+
+    result = await make_worker(agent).run_group(task(4))
+    assert sorted(episode.reward for episode in result.episodes) == [0.0, 2.0, 3.0]
+    assert [rejection.reason for rejection in result.rejections] == [RejectReason.AGENT_ERROR]
+    assert len(proxy) == 0
+
+
+async def test_sample_that_changes_its_task_leaves_its_siblings_theirs(make_worker):
+    lengths = []
+
+    async def agent(data, **kwargs):
+        lengths.append(len(data["messages"]))
+        data["messages"].append({"role": "user", "content": "hello"})
+        await chat(kwargs, data["messages"])
+        return 1.0
+
+    await make_worker(agent).run_group(task(3))
+    assert lengths == [1, 1, 1]
+    assert len(DATA["messages"]) == 1
+
+
+async def test_cancelled_group_leaves_no_sample_running(make_worker, engine, proxy):
+    async def agent(data, **kwargs):
+        await chat(kwargs, data["messages"])
+        return 1.0
+
+    await engine.pause()
+    group = asyncio.ensure_future(make_worker(agent).run_group(task(3)))
+    await engine.until_inside(3)
+    assert len(proxy) == 3
+    group.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await group
+    assert (await engine.load(), len(proxy)) == (0, 0)
+
+
+async def test_sample_that_hangs_is_timed_out_and_its_siblings_kept(make_worker, proxy):
+    runs = []
+
+    async def agent(data, **kwargs):
+        runs.append(1)
+        if len(runs) == 1:
+            await asyncio.Event().wait()
+        await chat(kwargs, data["messages"])
+        return 1.0
+
+    result = await make_worker(agent, seconds=2).run_group(task(2))
+    assert len(result.episodes) == 1
+    assert [rejection.reason for rejection in result.rejections] == [RejectReason.TIMEOUT]
+    assert len(proxy) == 0
+
+
+async def test_greedy_evaluation_asks_for_the_likeliest_tokens(make_worker, engine):
+    async def agent(data, **kwargs):
+        await chat(kwargs, data["messages"])
+        return 1.0
+
+    await make_worker(agent).run_group(task(is_eval=True, greedy=True))
+    assert [request.gconfig.greedy for request in engine.requests] == [True]
+
+
+# From here: workers that are set up as in a run.
+
+
+class Counting:
+    """Knows how often its class was constructed in this process, and what its environment said then."""
+
+    made = 0
+    base_url = None
+
+    def __init__(self):
+        type(self).made += 1
+        self.number = type(self).made
+        type(self).base_url = os.environ.get("OPENAI_BASE_URL")
+
+    async def run(self, data, **kwargs):
+        await chat(kwargs, data["messages"])
+        return float(self.number)
+
+
+class Broken:
+    def __init__(self):
+        raise OSError("no index here")
+
+    async def run(self, data):
+        return 1.0
+
+
+class Bare:
+    """Makes its client without being told an address."""
+
+    async def run(self, data):
+        await chat({}, data["messages"])
+        return 1.0
+
+
+@pytest.fixture
+async def make_setup(engine, tokenizer, tmp_path):
+    """The setup of a worker, with the engine behind a socket as in a run."""
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    endpoint = await serve(
+        f"unix:{tmp_path}/engine", lambda channel: channel.handlers.update(engine_handlers(engine)), wire=api_wire()
+    )
+
+    def make(workflow, eval_workflow=None):
+        return WorkerSetup(
+            rollout=RolloutConfig(),
+            gconfig=GenerationHyperparameters(n_samples=4, max_new_tokens=64),
+            workflow=WorkflowSpec(workflow).pack(),
+            eval_workflow=WorkflowSpec(eval_workflow).pack() if eval_workflow else b"",
+            engine_address=endpoint.address,
+            tokenizer_path=str(tmp_path / "tokenizer"),
+            max_positions=MAX_POSITIONS,
+            reward_fn="",
+        )
+
+    make.endpoint = endpoint
+    yield make
+    await endpoint.close()
+
+
+@pytest.mark.parametrize("given_again", [False, True])
+async def test_class_is_constructed_once_for_training_and_evaluation(make_setup, given_again):
+    before = Counting.made
+    worker = await RolloutWorker.start(make_setup(Counting, Counting if given_again else None))
+    try:
+        trained = await worker.run_group(task(3))
+        evaluated = await worker.run_group(task(is_eval=True))
+    finally:
+        await worker.aclose()
+    assert Counting.made == before + 1
+    assert {episode.reward for episode in trained.episodes + evaluated.episodes} == {before + 1.0}
+
+
+async def test_evaluation_may_have_a_workflow_of_its_own(make_setup):
+    async def half(data, **kwargs):
+        await chat(kwargs, data["messages"])
+        return 0.5
+
+    worker = await RolloutWorker.start(make_setup(Counting, half))
+    try:
+        (episode,) = (await worker.run_group(task(is_eval=True))).episodes
+    finally:
+        await worker.aclose()
+    assert episode.reward == 0.5
+
+
+async def test_bare_client_reaches_the_proxy_and_is_told_the_remedy(make_setup, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "the user's own")
+    monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
+    worker = await RolloutWorker.start(make_setup(Bare))
+    try:
+        assert os.environ["OPENAI_API_KEY"] == NO_SESSION_KEY
+        (rejection,) = (await worker.run_group(task())).rejections
+    finally:
+        await worker.aclose()
+    assert rejection.reason is RejectReason.AGENT_ERROR
+    assert "401" in rejection.detail
+    assert "pass base_url and api_key" in rejection.detail
+    assert os.environ["OPENAI_API_KEY"] == "the user's own"
+    assert "OPENAI_BASE_URL" not in os.environ
+
+
+async def test_client_made_in_a_constructor_finds_the_proxy_too(make_setup):
+    worker = await RolloutWorker.start(make_setup(Counting))
+    try:
+        assert Counting.base_url == os.environ["OPENAI_BASE_URL"] != ""
+    finally:
+        await worker.aclose()
+
+
+async def test_worker_that_cannot_be_set_up_leaves_nothing_open(make_setup, monkeypatch):
+    monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
+    with pytest.raises(WorkflowError, match=r"Broken could not be constructed: OSError: no index here"):
+        await RolloutWorker.start(make_setup(Broken))
+    assert "OPENAI_BASE_URL" not in os.environ
+    async with asyncio.timeout(20):
+        await asyncio.gather(*(channel.closed for channel in list(make_setup.endpoint.channels)))

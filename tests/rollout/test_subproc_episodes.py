@@ -1,0 +1,241 @@
+"""Agents in real processes: what reaches them, what comes back, and what their end costs others (C 2.5)."""
+
+import asyncio
+import pickle
+import threading
+
+import crashing_agents
+import pytest
+from watched_engine import DATA, MAX_POSITIONS
+
+from areal.api.errors import ConfigError, WorkflowError
+from areal.api.messages import Episode, GroupTask
+from areal.api.rejection import RejectReason
+from areal.config.experiment import GRPOConfig
+from areal.config.generation import GenerationHyperparameters
+from areal.config.loader import load_expr_config
+from areal.config.rollout import AgentConfig, RolloutConfig
+from areal.engine.remote import engine_handlers
+from areal.infra.api_wire import api_wire
+from areal.infra.endpoint import serve
+from areal.infra.workflow_context import WorkflowContext
+from areal.rollout.agent_process import AgentParcel
+from areal.rollout.constructor import Fillers
+from areal.rollout.episodes import run_episode
+from areal.rollout.naming import name_of
+from areal.rollout.subproc_door import AgentPool, SubprocDoor
+from areal.rollout.worker import RolloutWorker, WorkerSetup
+from areal.rollout.workflows import WorkflowSpec
+
+
+@pytest.fixture
+async def pool():
+    pool = AgentPool(2)
+    yield pool
+    await pool.aclose()
+
+
+@pytest.fixture
+def make_door(pool, proxy, gconfig, tokenizer, tmp_path):
+    def make(agent, **kwargs):
+        tokenizer.save_pretrained(tmp_path)
+        parcel = AgentParcel(WorkflowSpec(agent, kwargs).pack(), Fillers(gconfig, str(tmp_path)))
+        return SubprocDoor(name_of(agent), parcel, pool, proxy, AgentConfig(mode="subproc"), gconfig)
+
+    return make
+
+
+async def play(door, *, seconds=60, is_eval=False, **data):
+    context = WorkflowContext(is_eval=is_eval, task_id=7)
+    outcome, _ = await run_episode(door, DATA | data, context, greedy=False, seconds=seconds)
+    return outcome
+
+
+async def test_context_and_statistics_travel_both_ways(make_door):
+    door = make_door(crashing_agents.Telling)
+    trained, evaluated = await play(door), await play(door, is_eval=True)
+    assert (trained.reward, trained.calls, trained.messages[-1]["content"]) == (1.0, 1, "1259")
+    assert trained.stats["rollout/task_id"] == 7
+    assert trained.stats["rollout/tries"] == 2.0
+    assert "eval-rollout/tries" in evaluated.stats
+
+
+async def test_agent_is_given_address_and_key_but_no_client(make_door):
+    stats = (await play(make_door(crashing_agents.Telling))).stats
+    assert (stats["rollout/given"], stats["rollout/http_client"]) == (2, 0)
+
+
+async def test_agent_is_made_once_per_process(make_door):
+    door = make_door(crashing_agents.Telling)
+    episodes = await asyncio.gather(*(play(door) for _ in range(6)))
+    assert {episode.stats["rollout/made"] for episode in episodes} == {1.0}
+    assert len({episode.stats["rollout/pid"] for episode in episodes}) <= 2
+
+
+@pytest.mark.parametrize(
+    ("agent", "reward"),
+    [(crashing_agents.Synchronous, 1.0), (crashing_agents.Keyless, 0.75), (crashing_agents.Claude, 0.25)],
+)
+async def test_synchronous_client_reaches_its_own_session(make_door, agent, reward):
+    episode = await play(make_door(agent))
+    assert isinstance(episode, Episode), episode
+    assert (episode.reward, episode.calls) == (reward, 1)
+
+
+@pytest.mark.parametrize(
+    ("end", "reason", "detail"),
+    [
+        ("crash", RejectReason.AGENT_ERROR, "Obedient ended its process: exit status 3"),
+        ("raise", RejectReason.AGENT_ERROR, "Obedient raised KeyError: 'no such tool'"),
+        ("exit", RejectReason.AGENT_ERROR, "Obedient raised SystemExit: done"),
+        ("reward", RejectReason.REWARD_ERROR, "no digits"),
+        ("text", RejectReason.REWARD_ERROR, "str 'good'"),
+        ("none", RejectReason.FILTERED, "Obedient returned None"),
+    ],
+)
+async def test_end_of_an_episode_keeps_its_reason(make_door, proxy, end, reason, detail):
+    rejection = await play(make_door(crashing_agents.Obedient), end=end)
+    assert rejection.reason is reason
+    assert detail in rejection.detail
+    assert ("ZeroDivisionError" in rejection.trace) == (end == "reward")
+    assert ('{}["no such tool"]' in rejection.trace) == (end == "raise")
+    assert len(proxy) == 0
+
+
+async def test_dict_rewards_completions_by_id(make_door):
+    assert (await play(make_door(crashing_agents.Obedient), end="dict")).reward == 0.5
+
+
+async def test_hanging_process_is_killed_at_the_deadline_and_replaced(make_door, pool, proxy):
+    door = make_door(crashing_agents.Obedient)
+    await play(door)
+    (hung,) = pool.processes.pids()
+    rejection = await play(door, end="hang", seconds=1)
+    assert rejection.reason is RejectReason.TIMEOUT
+    assert "rollout.agent.timeout_seconds=1" in rejection.detail
+    assert hung not in pool.processes.pids()
+    assert (await play(door)).reward == 1.0
+    assert len(proxy) == 0
+
+
+async def test_cancelled_episode_kills_its_process_and_aborts_its_call(make_door, pool, proxy, engine):
+    door = make_door(crashing_agents.Obedient)
+    await play(door)
+    (called,) = pool.processes.pids()
+    await engine.pause()
+    episode = asyncio.ensure_future(play(door))
+    await engine.until_inside(1)
+    episode.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await episode
+    assert (await engine.load(), len(proxy)) == (0, 0)
+    await engine.resume()
+    assert (await play(door)).reward == 1.0
+    assert called not in pool.processes.pids()
+
+
+async def test_fifty_episodes_on_two_processes_lose_only_the_one_that_crashes_and_the_one_that_hangs(
+    make_door, pool, proxy, engine
+):
+    door = make_door(crashing_agents.Obedient)
+    await door.prepare()
+    ends = {7: "crash", 19: "hang"}
+    outcomes = await asyncio.gather(*(play(door, end=ends.get(number), seconds=10) for number in range(50)))
+    lost = {number: outcome.reason for number, outcome in enumerate(outcomes) if not isinstance(outcome, Episode)}
+    assert lost == {7: RejectReason.AGENT_ERROR, 19: RejectReason.TIMEOUT}
+    assert (await engine.load(), len(proxy)) == (0, 0)
+    assert len(pool.processes.pids()) == 2
+
+
+async def test_waiting_for_a_process_opens_no_session(make_door, engine, proxy):
+    door = make_door(crashing_agents.Obedient)
+    await engine.pause()
+    episodes = [asyncio.ensure_future(play(door)) for _ in range(6)]
+    await engine.until_inside(2)
+    assert len(proxy) == 2
+    await engine.resume()
+    assert [episode.reward for episode in await asyncio.gather(*episodes)] == [1.0] * 6
+
+
+async def test_constructor_is_completed_from_the_config(make_door, tokenizer, gconfig):
+    episode = await play(make_door(crashing_agents.Equipped, factor=2))
+    assert episode.reward == 2 * gconfig.max_new_tokens + len(tokenizer.encode("1259"))
+
+
+async def test_objects_that_only_exist_here_travel_by_value(make_door):
+    factor = 0.5
+
+    class Local:
+        def __init__(self, bonus):
+            self.bonus = bonus
+
+        async def run(self, data, **extra_kwargs):
+            from watched_engine import chat
+
+            await chat(extra_kwargs, data["messages"])
+            return factor + self.bonus
+
+    assert (await play(make_door(Local(0.25)))).reward == 0.75
+
+
+def test_agent_that_cannot_be_pickled_is_refused_with_the_reason():
+    agent = crashing_agents.Telling()
+    agent.lock = threading.Lock()
+    with pytest.raises(WorkflowError, match=r"Telling cannot be sent to a rollout worker: TypeError: cannot pickle"):
+        WorkflowSpec(agent).pack()
+
+
+# From here: workers that are set up as in a run.
+
+
+@pytest.fixture
+async def engine_address(engine, tmp_path):
+    endpoint = await serve(
+        f"unix:{tmp_path}/engine", lambda channel: channel.handlers.update(engine_handlers(engine)), wire=api_wire()
+    )
+    yield endpoint.address
+    await endpoint.close()
+
+
+@pytest.fixture
+async def start_worker(engine_address, tokenizer, tmp_path):
+    workers = []
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+
+    async def start(workflow):
+        setup = WorkerSetup(
+            rollout=RolloutConfig(agent=AgentConfig(mode="subproc", subproc_max_workers=1)),
+            gconfig=GenerationHyperparameters(n_samples=2, max_new_tokens=64),
+            workflow=WorkflowSpec(workflow).pack(),
+            eval_workflow=b"",
+            engine_address=engine_address,
+            tokenizer_path=str(tmp_path / "tokenizer"),
+            max_positions=MAX_POSITIONS,
+            reward_fn="",
+        )
+        workers.append(await RolloutWorker.start(setup))
+        return workers[-1]
+
+    yield start
+    for worker in workers:
+        await worker.aclose()
+
+
+async def test_worker_runs_a_group_in_processes(start_worker):
+    worker = await start_worker("crashing_agents.Telling")
+    result = await worker.run_group(GroupTask(7, pickle.dumps(DATA), 2))
+    assert [episode.reward for episode in result.episodes] == [1.0, 1.0]
+    assert result.digests == {0: "fake-0"}
+
+
+async def test_agent_that_cannot_be_made_is_refused_when_its_worker_starts(start_worker):
+    with pytest.raises(WorkflowError, match=r"Unmakeable could not be constructed: OSError: no index here"):
+        await start_worker(crashing_agents.Unmakeable)
+
+
+def test_mode_is_set_by_either_spelling():
+    for section in ("agent", "openai"):
+        config, _ = load_expr_config([f"rollout.{section}.mode=subproc"], GRPOConfig)
+        assert (config.rollout.agent.mode, config.rollout.agent.subproc_max_workers) == ("subproc", 4)
+    with pytest.raises(ConfigError, match="subproc_max_workers must be >= 1, got 0"):
+        AgentConfig(subproc_max_workers=0)

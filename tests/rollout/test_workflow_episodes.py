@@ -1,0 +1,295 @@
+"""RolloutWorkflows: the engine they are given, and what they may return (C 4.5, 5.1)."""
+
+import numpy as np
+import pytest
+import torch
+
+from areal.api.engine_api import InferenceEngine, WeightUpdate
+from areal.api.io_struct import Grammar, ModelRequest
+from areal.api.messages import Episode
+from areal.api.rejection import RejectReason
+from areal.api.workflow_api import RolloutWorkflow
+from areal.config.generation import GenerationHyperparameters
+from areal.infra import workflow_context
+from areal.infra.workflow_context import WorkflowContext
+from areal.proxy import ArealOpenAI
+from areal.rollout.episodes import run_episode
+from areal.rollout.workflow_door import WorkflowDoor
+from areal.utils import stats_tracker
+
+PROMPT = [5, 6, 7]
+
+
+class Asking(RolloutWorkflow):
+    """Asks the engine once and returns what `build` makes of its answer."""
+
+    def __init__(self, build, **gconfig):
+        self.build = build
+        self.gconfig = GenerationHyperparameters(max_new_tokens=64, **gconfig)
+
+    async def arun_episode(self, engine, data):
+        return self.build(await engine.agenerate(ModelRequest("r", PROMPT, self.gconfig)))
+
+
+def tensor_dict(response, **changes):
+    asked, sampled = response.input_len, response.output_len
+    fields = {
+        "input_ids": torch.tensor([response.input_tokens + response.output_tokens]),
+        "attention_mask": torch.ones(1, asked + sampled, dtype=torch.bool),
+        "loss_mask": torch.tensor([[0] * asked + [1] * sampled]),
+        "logprobs": torch.tensor([[0.0] * asked + response.output_logprobs]),
+        "versions": torch.tensor([[-1] * asked + response.output_versions]),
+        "rewards": torch.tensor([0.5]),
+        **changes,
+    }
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def short_form(response, **changes):
+    return {
+        "input_ids": torch.tensor(response.input_tokens),
+        "output_ids": torch.tensor(response.output_tokens),
+        "reward": torch.tensor(0.5),
+        **changes,
+    }
+
+
+async def test_tensor_dict_becomes_rows(play_workflow, engine):
+    await engine.update_weights(WeightUpdate(3, "third", ""))
+    episode = await play_workflow(Asking(tensor_dict, temperature=0.5))
+    (row,) = episode.rows
+    sampled = row.input_ids[row.loss_mask]
+    assert row.input_ids[:3].tolist() == PROMPT
+    assert row.loss_mask.tolist() == [False] * 3 + [True] * len(sampled)
+    assert row.versions.tolist() == [-1] * 3 + [3] * len(sampled)
+    assert row.temperatures.tolist() == [1.0] * 3 + [0.5] * len(sampled)
+    assert row.returns[row.loss_mask].tolist() == [0.5] * len(sampled)
+    assert (episode.reward, episode.calls, row.recompute_logprobs) == (0.5, 1, False)
+    assert [message["role"] for message in episode.messages] == ["prompt", "assistant"]
+    assert "1259" in episode.messages[1]["content"]
+
+
+async def test_padded_batch_becomes_rows_of_their_own_length(play_workflow):
+    def build(response):
+        one = tensor_dict(response)
+        padded = {
+            name: torch.cat([value, torch.zeros(1, 2, dtype=value.dtype)], 1) if value.dim() == 2 else value
+            for name, value in one.items()
+        }
+        return {name: torch.cat([value, value]) for name, value in padded.items()}
+
+    episode = await play_workflow(Asking(build))
+    assert [len(row.input_ids) for row in episode.rows] == [3 + int(row.loss_mask.sum()) for row in episode.rows]
+    assert [set(row.completion_index[row.loss_mask].tolist()) for row in episode.rows] == [{0}, {1}]
+    assert episode.reward == 1.0
+
+
+async def test_short_form_is_normalised_and_aged_by_what_the_engine_said(play_workflow, engine):
+    await engine.update_weights(WeightUpdate(4, "fourth", ""))
+    episode = await play_workflow(Asking(short_form))
+    (row,) = episode.rows
+    assert row.input_ids[:3].tolist() == PROMPT
+    assert row.recompute_logprobs
+    assert set(row.versions[row.loss_mask].tolist()) == {4}
+    assert episode.reward == 0.5
+
+
+async def test_numpy_and_lists_are_read_like_tensors(play_workflow):
+    def build(response):
+        return {name: value.numpy().tolist() for name, value in tensor_dict(response).items()}
+
+    def arrays(response):
+        return {name: value.numpy() for name, value in short_form(response).items()}
+
+    assert (await play_workflow(Asking(build))).reward == 0.5
+    assert (await play_workflow(Asking(arrays))).reward == 0.5
+
+
+async def test_none_rejects_the_episode(play_workflow):
+    rejection = await play_workflow(Asking(lambda response: None))
+    assert rejection.reason is RejectReason.FILTERED
+
+
+async def test_every_wrong_field_is_named_at_once(play_workflow):
+    def build(response):
+        return tensor_dict(
+            response,
+            input_ids=torch.zeros(1, 4),
+            loss_mask=None,
+            logprobs=torch.full((1, 4), float("nan")),
+            versions=torch.zeros(1, 9, dtype=torch.int),
+            attention_mask=torch.tensor([[0, 1, 1, 1]]),
+            rewards=["good"],
+            score=torch.ones(1),
+        )
+
+    rejection = await play_workflow(Asking(build))
+    assert rejection.reason is RejectReason.AGENT_ERROR
+    for text in (
+        "Asking returned a wrong trajectory",
+        "loss_mask is missing",
+        "score is unknown",
+        "input_ids must be integers",
+        "logprobs must be finite",
+        "versions must have shape [1, 4], got [1, 9]",
+        "rewards must be numbers",
+        "padding belongs on the right",
+    ):
+        assert text in rejection.detail
+    assert "rewards is missing" not in rejection.detail
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"loss_mask": torch.ones(1, 8, dtype=torch.int)}, "0 on the first token"),
+        ({"loss_mask": torch.zeros(1, 8, dtype=torch.int)}, "a token to train on in every row"),
+        ({"attention_mask": torch.tensor([[1, 1, 1, 1, 1, 1, 1, 0]])}, "loss_mask must be 0 where attention_mask is"),
+        ({"versions": torch.full((1, 8), 9)}, "versions of trained tokens must be the engine's output_versions, [0]"),
+        ({"logprobs": [[0.0], [0.0, 1.0]]}, "logprobs cannot be read as numbers"),
+    ],
+)
+async def test_fields_that_contradict_each_other_are_refused(play_workflow, changes, text):
+    def build(response):
+        assert response.input_len + response.output_len == 8
+        return tensor_dict(response, **changes)
+
+    assert text in (await play_workflow(Asking(build))).detail
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"reward": torch.tensor([1.0])}, "reward must have 0 dimensions, got shape [1]"),
+        ({"reward": float("nan")}, "reward must be finite"),
+        ({"output_ids": torch.tensor([], dtype=torch.int)}, "output_ids must hold a token"),
+        ({"input_ids": torch.ones(1, 3, dtype=torch.int)}, "input_ids must have 1 dimension, got shape [1, 3]"),
+        ({"output_ids": torch.ones(3)}, "output_ids must be integers"),
+        ({"loss_mask": torch.ones(3)}, "loss_mask is unknown beside output_ids"),
+    ],
+)
+async def test_wrong_short_form_is_refused(play_workflow, changes, text):
+    assert text in (await play_workflow(Asking(lambda response: short_form(response, **changes)))).detail
+
+
+@pytest.mark.parametrize("result", [1.0, [1, 2], "text"])
+async def test_what_is_no_dict_is_refused_by_its_type(play_workflow, result):
+    rejection = await play_workflow(Asking(lambda response: result))
+    assert f"must return a dict of tensors or None, got {type(result).__name__}" in rejection.detail
+
+
+async def test_calls_at_several_temperatures_must_say_which_token_was_sampled_at_which(play_workflow):
+    class Two(Asking):
+        async def arun_episode(self, engine, data):
+            await engine.agenerate(ModelRequest("r", PROMPT, self.gconfig.new(temperature=0.5)))
+            return await super().arun_episode(engine, data)
+
+    rejection = await play_workflow(Two(tensor_dict))
+    assert "temperatures is missing" in rejection.detail
+    told = Two(lambda response: tensor_dict(response, temperatures=torch.full((1, 8), 0.25)))
+    (row,) = (await play_workflow(told)).rows
+    assert set(row.temperatures.tolist()) == {0.25}
+
+
+async def test_trajectory_without_a_call_of_the_engine_is_rejected(play_workflow):
+    class Inventing(RolloutWorkflow):
+        async def arun_episode(self, engine, data):
+            return {"input_ids": np.array([1]), "output_ids": np.array([2]), "reward": 1.0}
+
+    assert (await play_workflow(Inventing())).reason is RejectReason.NO_INTERACTIONS
+
+
+async def test_error_of_the_workflow_is_kept_with_its_traceback(play_workflow):
+    def build(response):
+        raise KeyError("answer")
+
+    rejection = await play_workflow(Asking(build))
+    assert rejection.reason is RejectReason.AGENT_ERROR
+    assert 'raise KeyError("answer")' in rejection.trace
+
+
+async def test_timeout_aborts_the_generation(play_workflow, engine):
+    await engine.pause()
+    rejection = await play_workflow(Asking(tensor_dict), seconds=0.2)
+    assert rejection.reason is RejectReason.TIMEOUT
+    assert (len(engine.requests), await engine.load()) == (1, 0)
+
+
+async def test_greedy_episode_asks_for_the_likeliest_tokens(play_workflow, engine):
+    (row,) = (await play_workflow(Asking(tensor_dict, temperature=0.5), greedy=True)).rows
+    assert engine.requests[0].gconfig.greedy
+    assert set(row.temperatures.tolist()) == {1.0}
+
+
+async def test_engine_of_a_workflow_is_an_inference_engine_in_its_context(play_workflow):
+    seen = {}
+
+    async def episode(engine, data):
+        seen["engine"] = isinstance(engine, InferenceEngine)
+        seen["task"] = (workflow_context.get().task_id, workflow_context.stat_scope())
+        stats_tracker.get(workflow_context.stat_scope()).scalar(reward=0.5)
+        response = await engine.agenerate(ModelRequest("r", PROMPT, GenerationHyperparameters(max_new_tokens=64)))
+        return short_form(response)
+
+    outcome = await play_workflow(episode, is_eval=True)
+    assert isinstance(outcome, Episode)
+    assert seen == {"engine": True, "task": (7, "eval-rollout")}
+    assert outcome.stats == {"eval-rollout/reward": 0.5}
+
+
+async def test_fault_outside_the_workflow_rejects_its_episode_only(engine):
+    class Undecodable:
+        def decode(self, ids):
+            raise OverflowError("no such token")
+
+    door = WorkflowDoor(Asking(tensor_dict), engine, Undecodable())
+    rejection, _ = await run_episode(door, {}, WorkflowContext(), greedy=False, seconds=60)
+    assert rejection.reason is RejectReason.AGENT_ERROR
+    assert "OverflowError: no such token" in rejection.detail
+    assert "decode" in rejection.trace
+
+
+class Conversing:
+    """Talks through the direct client and returns the interactions it exports."""
+
+    def __init__(self, tokenizer, style="individual", stream=False):
+        self.tokenizer = tokenizer
+        self.style = style
+        self.stream = stream
+
+    async def arun_episode(self, engine, data):
+        async with ArealOpenAI(engine, self.tokenizer) as client:
+            messages = list(data["messages"])
+            for reward in (0.0, 1.0):
+                answer = await client.chat.completions.create(model="any", messages=messages, stream=self.stream)
+                said = "".join([c.choices[0].delta.content or "" async for c in answer]) if self.stream else None
+                said = said or answer.choices[0].message.content
+                messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "hello"}]
+                client.set_last_reward(reward)
+            client.apply_reward_discount(turn_discount=0.5)
+            return client.export_interactions(style=self.style)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("style", "rows"), [("individual", 2), ("concat", 1)])
+async def test_interactions_of_the_direct_client_become_rows(play_workflow, tokenizer, engine, style, rows, stream):
+    await engine.update_weights(WeightUpdate(3, "third", ""))
+    episode = await play_workflow(Conversing(tokenizer, style, stream))
+    assert isinstance(episode, Episode), episode
+    assert (len(episode.rows), episode.calls, episode.reward) == (rows, 2, 1.0)
+    returns = {float(value) for row in episode.rows for value in row.returns[row.loss_mask]}
+    assert returns == {0.5, 1.0}
+    assert {int(value) for row in episode.rows for value in row.versions[row.loss_mask]} == {3}
+    assert (len(episode.messages), episode.messages[-1]["reward"]) == (4, 1.0)
+
+
+async def test_greedy_episode_keeps_what_its_answers_are_held_to(play_workflow, tokenizer, engine):
+    digits = Grammar("lark", "start: /[0-9]+/")
+
+    class Held:
+        async def arun_episode(self, engine, data):
+            await engine.agenerate(ModelRequest("r", PROMPT, GenerationHyperparameters(), tokenizer, digits))
+
+    await play_workflow(Held(), greedy=True)
+    (request,) = engine.requests
+    assert (request.grammar, request.gconfig.greedy) == (digits, True)
