@@ -6,6 +6,7 @@ from areal.config.errors import ConfigError
 from areal.config.experiment import ExperimentConfig, GRPOConfig, PPOConfig, SFTConfig
 from areal.config.generation import GenerationHyperparameters
 from areal.config.loader import load_expr_config
+from areal.config.proxy import ProxyConfig, ProxyLimits
 from areal.config.rollout import AgentConfig, RolloutConfig
 from areal.config.upkeep import EvaluatorConfig, RecoverConfig, SaverConfig, SchedulerConfig
 
@@ -20,6 +21,8 @@ __all__ = [
     "GenerationHyperparameters",
     "OptimizerConfig",
     "PPOConfig",
+    "ProxyConfig",
+    "ProxyLimits",
     "RecoverConfig",
     "ReferenceConfig",
     "RolloutConfig",

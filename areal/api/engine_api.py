@@ -1,9 +1,10 @@
 """What an inference engine and a training engine promise. One conformance suite runs on every inference engine."""
 
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from areal.api.io_struct import ModelRequest, ModelResponse
+from areal.api.io_struct import ModelRequest, ModelResponse, TokenChunk
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,10 @@ class EngineHealth:
 class InferenceEngine(Protocol):
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
         """Complete a prompt. Cancelling the call aborts the generation."""
+        ...
+
+    def astream(self, req: ModelRequest) -> AsyncGenerator[TokenChunk, None]:
+        """The same, as tokens are drawn; the last chunk holds the whole answer. Closing it aborts the generation."""
         ...
 
     async def update_weights(self, update: WeightUpdate) -> None:

@@ -8,7 +8,8 @@ ArealError
 ├── RunExists                   a run of that name is there and is not to be overwritten
 ├── EngineError                 the inference engine failed
 │   ├── RequestError            one request is impossible; the engine is fine
-│   │   └── ContextLengthError  prompt and answer do not fit the model's positions
+│   │   ├── ContextLengthError  prompt and answer do not fit the model's positions
+│   │   └── GrammarError        an answer cannot be held to what was demanded of it
 │   └── WeightMismatch          tokens came from weights that were never published
 ├── ProcessDied                 a process of the run ended; says which and how
 ├── NothingAccepted             every episode is rejected; says why
@@ -32,6 +33,7 @@ __all__ = [
     "EngineError",
     "EpisodeRejected",
     "EpisodeTimeout",
+    "GrammarError",
     "ModelError",
     "NoInteractions",
     "NothingAccepted",
@@ -71,6 +73,10 @@ class RequestError(EngineError):
 
 class ContextLengthError(RequestError):
     """Prompt and answer together do not fit the model's positions."""
+
+
+class GrammarError(RequestError):
+    """An answer cannot be held to its grammar; the message begins with where that came from."""
 
 
 class WeightMismatch(EngineError):

@@ -10,12 +10,25 @@ StopReason = Literal["stop", "length", "abort"]
 """stop = a stop token or text; length = max_new_tokens; abort = the caller went away."""
 
 
+@dataclass(frozen=True)
+class Grammar:
+    """What an answer must look like. An engine that cannot see to it refuses the request."""
+
+    kind: Literal["json_schema", "lark"]
+    """lark = in llguidance's variant of Lark's syntax, the rule `start` being the whole answer."""
+    text: str
+    origin: str = "the grammar"
+    """What asked for it; errors begin with this."""
+
+
 @dataclass
 class ModelRequest:
     rid: str
     input_ids: list[int]
     gconfig: GenerationHyperparameters
     tokenizer: Any = None
+    grammar: Grammar | None = None
+    """None = the answer may be anything. Log-probs are those of the whole distribution either way."""
 
     def __post_init__(self) -> None:
         try:
@@ -50,3 +63,14 @@ class ModelResponse:
     @property
     def output_len(self) -> int:
         return len(self.output_tokens)
+
+
+@dataclass
+class TokenChunk:
+    """Part of an answer that is still being drawn: what came since the chunk before."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    response: ModelResponse | None = None
+    """The whole answer; in the last chunk only."""

@@ -11,14 +11,17 @@ Invariants:
 import asyncio
 import time
 from collections import deque
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import torch
 
 from areal.api.engine_api import EngineHealth, WeightUpdate
-from areal.api.errors import EngineError
-from areal.api.io_struct import ModelRequest, ModelResponse
+from areal.api.errors import EngineError, RequestError
+from areal.api.io_struct import ModelRequest, ModelResponse, TokenChunk
 from areal.engine.activity import Activity
+from areal.engine.grammar import GrammarCompiler
+from areal.engine.masks import banned_tokens
 from areal.engine.runner import Runner
 from areal.engine.sampler import Choices, sample
 from areal.engine.sequence import Sequence
@@ -32,7 +35,7 @@ class EmbeddedEngine:
     """Implements `InferenceEngine` on a Runner in this process."""
 
     def __init__(self, runner: Runner, tokenizer: Any = None, *, version: int = 0, max_running: int = 256) -> None:
-        """`tokenizer` is needed for stop texts only."""
+        """`tokenizer` is needed for stop texts and grammars only."""
         self._runner = runner
         self._tokenizer = tokenizer
         self._max_running = max_running
@@ -48,21 +51,24 @@ class EmbeddedEngine:
         self._ended: str | None = None
         self._published = PublishedWeights()
         self._activity = Activity()
+        self._grammars = GrammarCompiler(tokenizer, runner.vocab_size)
         self.tokens_generated = 0
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
-        self._check_alive()
-        runner = self._runner
-        sequence = Sequence.of(
-            req, vocab_size=runner.vocab_size, max_positions=runner.max_positions, tokenizer=self._tokenizer
-        )
-        self._waiting.append(sequence)
-        self._wake()
+        sequence = await self._admit(req)
         try:
             return await sequence.done
         except asyncio.CancelledError:
             self._abort(sequence)
             raise
+
+    async def astream(self, req: ModelRequest) -> AsyncGenerator[TokenChunk, None]:
+        sequence = await self._admit(req)
+        try:
+            async for chunk in sequence.chunks():
+                yield chunk
+        finally:
+            self._abort(sequence)
 
     async def update_weights(self, update: WeightUpdate) -> None:
         self._check_alive()
@@ -100,6 +106,19 @@ class EmbeddedEngine:
             self._loop.cancel()
             await asyncio.gather(self._loop, return_exceptions=True)
         self._end("the engine was closed")
+
+    async def _admit(self, req: ModelRequest) -> Sequence:
+        self._check_alive()
+        runner = self._runner
+        sequence = Sequence.of(
+            req, vocab_size=runner.vocab_size, max_positions=runner.max_positions, tokenizer=self._tokenizer
+        )
+        if req.grammar is not None:
+            sequence.grammar = await self._grammars.begin(req.grammar)
+            self._check_alive()
+        self._waiting.append(sequence)
+        self._wake()
+        return sequence
 
     def _wake(self) -> None:
         if self._loop is None:
@@ -161,12 +180,20 @@ class EmbeddedEngine:
     def _draw(self, sequences: list[Sequence], logits: torch.Tensor, choices: Choices) -> None:
         """One token for each of `sequences`; those that end get their answer."""
         counts = [sequence.drawn for sequence in sequences]
-        tokens, logprobs = sample(logits, choices, counts, _banned(sequences, logits))
+        tokens, logprobs = sample(logits, choices, counts, banned_tokens(sequences, logits))
         for sequence, token, logprob in zip(sequences, tokens, logprobs, strict=True):
-            reason = sequence.append(token, logprob, self._version)
-            if reason is not None and not sequence.done.done():
-                sequence.done.set_result(sequence.response(reason, self._digests))
+            if not sequence.done.done():
+                self._append(sequence, token, logprob)
         self.tokens_generated += len(sequences)
+
+    def _append(self, sequence: Sequence, token: int, logprob: float) -> None:
+        try:
+            reason = sequence.append(token, logprob, self._version)
+        except RequestError as error:
+            sequence.done.set_exception(error)
+            return
+        if reason is not None:
+            sequence.done.set_result(sequence.response(reason, self._digests))
 
     def _drop_finished(self) -> None:
         """Remove ended sequences; the last row moves into each freed one."""
@@ -182,7 +209,7 @@ class EmbeddedEngine:
                 self._runner.move(len(self._running), row, len(last.ids))
 
     def _abort(self, sequence: Sequence) -> None:
-        """The caller is gone: a waiting request leaves now, a running one before the next step."""
+        """The caller is gone: a waiting request leaves now, a running one before the next step, a finished one has."""
         sequence.done.cancel()
         if sequence in self._waiting:
             self._waiting.remove(sequence)
@@ -202,14 +229,3 @@ class EmbeddedEngine:
 
 def _choices(sequences: list[Sequence]) -> Choices:
     return Choices.of([(s.temperature, s.gconfig.top_p, s.gconfig.top_k, s.seed) for s in sequences])
-
-
-def _banned(sequences: list[Sequence], logits: torch.Tensor) -> torch.Tensor | None:
-    """The stop tokens of sequences that may not end yet [B,V]; None when there are none."""
-    early = [(row, list(s.stops)) for row, s in enumerate(sequences) if s.stops and s.must_go_on]
-    if not early:
-        return None
-    banned = torch.zeros_like(logits, dtype=torch.bool)
-    for row, stops in early:
-        banned[row, stops] = True
-    return banned

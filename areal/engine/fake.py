@@ -8,12 +8,14 @@ import asyncio
 import hashlib
 import math
 from collections import abc
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from areal.api.engine_api import EngineHealth, WeightUpdate
-from areal.api.errors import EngineError
-from areal.api.io_struct import ModelRequest, ModelResponse
+from areal.api.errors import EngineError, RequestError
+from areal.api.io_struct import ModelRequest, ModelResponse, StopReason, TokenChunk
+from areal.engine.grammar import GrammarCompiler
 from areal.engine.sequence import Sequence
 
 Script = Callable[[abc.Sequence[int]], abc.Sequence[int]]
@@ -31,7 +33,7 @@ class FakeEngine:
         script: Script | None = None,
         tokenizer: Any = None,
     ) -> None:
-        """`tokenizer` is needed for stop texts only. A script's end is a stop, whatever its last token."""
+        """`tokenizer` is needed for stop texts and grammars only. A script's end is a stop, whatever its last token."""
         self._vocab_size = vocab_size
         self._max_positions = max_positions
         self._script = script
@@ -42,17 +44,22 @@ class FakeEngine:
         self._going.set()
         self._sequences: set[Sequence] = set()
         self._closed = False
+        self._grammars = GrammarCompiler(tokenizer, vocab_size)
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
-        self._check_alive()
-        sequence = Sequence.of(
-            req, vocab_size=self._vocab_size, max_positions=self._max_positions, tokenizer=self._tokenizer
-        )
-        self._sequences.add(sequence)
-        try:
-            return await self._generate(sequence, list(self._script(req.input_ids)) if self._script else None)
-        finally:
-            self._sequences.discard(sequence)
+        with self._admitted(req) as (sequence, scripted):
+            reason = None
+            while reason is None:
+                reason = await self._draw(sequence, scripted)
+            return sequence.response(reason, self._digests)
+
+    async def astream(self, req: ModelRequest) -> AsyncGenerator[TokenChunk, None]:
+        with self._admitted(req) as (sequence, scripted):
+            reason = None
+            while reason is None:
+                reason = await self._draw(sequence, scripted)
+                response = None if reason is None else sequence.response(reason, self._digests)
+                yield sequence.chunk(sequence.drawn - 1, response)
 
     async def update_weights(self, update: WeightUpdate) -> None:
         self._check_alive()
@@ -82,22 +89,45 @@ class FakeEngine:
         self._closed = True
         self._going.set()
 
-    async def _generate(self, sequence: Sequence, scripted: list[int] | None) -> ModelResponse:
-        reason = None
-        while reason is None:
-            await asyncio.sleep(0)
-            while not self._going.is_set():  # it may be cleared again before this task's turn
-                await self._going.wait()
-            self._check_alive()
-            token = self._token(sequence) if scripted is None else scripted[sequence.drawn]
-            reason = sequence.append(token, self._logprob(sequence), self._version)
-            if scripted is not None and sequence.drawn == len(scripted):
-                reason = "stop"
-        return sequence.response(reason, self._digests)
+    @contextmanager
+    def _admitted(self, req: ModelRequest) -> Iterator[tuple[Sequence, list[int] | None]]:
+        """The request on its way, and what to answer if that is scripted."""
+        self._check_alive()
+        sequence = Sequence.of(
+            req, vocab_size=self._vocab_size, max_positions=self._max_positions, tokenizer=self._tokenizer
+        )
+        if req.grammar is not None:
+            sequence.grammar = self._grammars.begin_now(req.grammar)
+        self._sequences.add(sequence)
+        try:
+            yield sequence, list(self._script(req.input_ids)) if self._script else None
+        finally:
+            self._sequences.discard(sequence)
+
+    async def _draw(self, sequence: Sequence, scripted: list[int] | None) -> StopReason | None:
+        await asyncio.sleep(0)
+        while not self._going.is_set():  # it may be cleared again before this task's turn
+            await self._going.wait()
+        self._check_alive()
+        if scripted is not None:
+            return self._draw_scripted(sequence, scripted)
+        return sequence.append(self._token(sequence), self._logprob(sequence), self._version)
+
+    def _draw_scripted(self, sequence: Sequence, scripted: list[int]) -> StopReason | None:
+        """A script may draw stop tokens early, but not break a grammar."""
+        token, last = scripted[sequence.drawn], sequence.drawn + 1 == len(scripted)
+        grammar = sequence.grammar
+        if grammar is not None and not grammar.allowed(sequence.stops)[token]:
+            raise RequestError(f"the script's token {sequence.drawn} breaks {grammar.origin}; script what it allows")
+        reason = sequence.append(token, self._logprob(sequence), self._version)
+        if last and reason is None and grammar is not None and not grammar.may_end:
+            raise RequestError(f"the script ends before {grammar.origin} does; script a whole answer")
+        return "stop" if last else reason
 
     def _token(self, sequence: Sequence) -> int:
         token = self._hash(sequence) % self._vocab_size
-        while sequence.must_go_on and token in sequence.stops:
+        banned = sequence.banned(self._vocab_size)
+        while banned is not None and banned[token]:
             token = (token + 1) % self._vocab_size
         return token
 

@@ -1,10 +1,14 @@
 """An engine in another process, spoken to over a channel."""
 
+import asyncio
+import itertools
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from areal.api.engine_api import EngineHealth, WeightUpdate
 from areal.api.errors import EngineError
-from areal.api.io_struct import ModelRequest, ModelResponse
+from areal.api.io_struct import ModelRequest, ModelResponse, TokenChunk
+from areal.engine.token_feed import TOKENS, Inbox, TokenFeed
 from areal.infra.channel import Channel, ChannelClosed, Handler
 
 CONTROL_SECONDS = 60.0
@@ -12,14 +16,33 @@ CONTROL_SECONDS = 60.0
 
 
 class RemoteEngine:
-    """Implements `InferenceEngine`."""
+    """Implements `InferenceEngine`. The channel is its own: streamed tokens arrive there."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
+        self._streams: dict[int, Inbox] = {}
+        self._numbers = itertools.count()
+        channel.handlers[TOKENS] = self._receive
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
         response: ModelResponse = await self._call("agenerate", req, timeout_seconds=None)
         return response
+
+    async def astream(self, req: ModelRequest) -> AsyncGenerator[TokenChunk, None]:
+        stream, inbox = next(self._numbers), Inbox()
+        self._streams[stream] = inbox
+        call = asyncio.ensure_future(self._call("astream", stream, req, timeout_seconds=None))
+        call.add_done_callback(lambda _: inbox.arrived.set())
+        try:
+            response: ModelResponse | None = None
+            while response is None:
+                await inbox.arrived.wait()
+                response = call.result() if call.done() else None
+                yield inbox.take(response)
+        finally:
+            del self._streams[stream]
+            call.cancel()
+            await asyncio.gather(call, return_exceptions=True)
 
     async def update_weights(self, update: WeightUpdate) -> None:
         await self._call("update_weights", update)
@@ -40,6 +63,11 @@ class RemoteEngine:
     async def aclose(self) -> None:
         await self._channel.close()
 
+    def _receive(self, parcels: list[Any]) -> None:
+        for stream, *parts in parcels:
+            if stream in self._streams:  # else its reader is gone, and the engine hears of it
+                self._streams[stream].add(*parts)
+
     async def _call(self, method: str, *args: Any, timeout_seconds: float | None = CONTROL_SECONDS) -> Any:
         try:
             return await self._channel.call(method, *args, timeout_seconds=timeout_seconds)
@@ -47,7 +75,8 @@ class RemoteEngine:
             raise EngineError(f"the engine is gone: {error}") from None
 
 
-def engine_handlers(engine: Any) -> dict[str, Handler]:
-    """The other end: what a process that holds `engine` answers."""
+def engine_handlers(engine: Any, channel: Channel | None = None) -> dict[str, Handler]:
+    """The other end: what a process that holds `engine` answers; streams need the channel they go back on."""
     verbs = ("agenerate", "update_weights", "pause", "resume", "health", "activity")
-    return {verb: getattr(engine, verb) for verb in verbs if hasattr(engine, verb)}
+    handlers: dict[str, Handler] = {verb: getattr(engine, verb) for verb in verbs if hasattr(engine, verb)}
+    return handlers if channel is None else handlers | {"astream": TokenFeed(engine, channel).astream}

@@ -2,12 +2,17 @@
 
 import asyncio
 import secrets
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from areal.api.errors import ContextLengthError, RequestError
-from areal.api.io_struct import ModelRequest, ModelResponse, StopReason
+from areal.api.io_struct import ModelRequest, ModelResponse, StopReason, TokenChunk
+from areal.api.messages import Array
 from areal.config.generation import GenerationHyperparameters
+from areal.engine.grammar import GrammarState
 
 SLACK_TOKENS = 8
 """Tokens looked at beyond a stop text's bytes, because the first of them may begin in the middle of a character."""
@@ -27,6 +32,10 @@ class Sequence:
     done: asyncio.Future[ModelResponse] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    grown: asyncio.Event | None = None
+    """Set at every token; None unless somebody streams them."""
+    grammar: GrammarState | None = None
+    """Where the answer stands in the grammar it must follow; None = it may be anything."""
 
     @classmethod
     def of(cls, req: ModelRequest, *, vocab_size: int, max_positions: int, tokenizer: Any) -> "Sequence":
@@ -60,17 +69,34 @@ class Sequence:
 
     @property
     def must_go_on(self) -> bool:
-        """The next token may not end it."""
-        return self.drawn < self.gconfig.min_new_tokens
+        """The next token may not end it; a grammar that is complete leaves nothing else to draw."""
+        early = self.drawn < self.gconfig.min_new_tokens
+        return early and (self.grammar is None or not self.grammar.complete)
+
+    def banned(self, vocab_size: int) -> Array | None:
+        """The tokens that may not come next, bool [V]; None = there are none. Raises RequestError."""
+        if self.grammar is not None:
+            return ~self.grammar.allowed(() if self.must_go_on else self.stops)
+        if not (self.stops and self.must_go_on):
+            return None
+        banned = np.zeros(vocab_size, dtype=np.bool_)
+        banned[list(self.stops)] = True
+        return banned
 
     def append(self, token: int, logprob: float, version: int) -> StopReason | None:
-        """Take a drawn token; the answer is why it was the last one, None if it was not."""
+        """Take a drawn token; the answer is why it was the last one, None if it was not. Raises RequestError."""
         may_end = not self.must_go_on
         self.ids.append(token)
         self.logprobs.append(logprob)
         self.versions.append(version)
+        if self.grown is not None:
+            self.grown.set()
         if may_end and (token in self.stops or self._completes_stop_text()):
             return "stop"
+        if self.grammar is not None:
+            self.grammar.advance(token)
+            if self.grammar.complete and (not self.stops or self.drawn >= self.gconfig.max_new_tokens):
+                return "stop"  # nothing was cut off
         return "length" if self.drawn >= self.gconfig.max_new_tokens else None
 
     def response(self, reason: StopReason, digests: dict[int, str]) -> ModelResponse:
@@ -83,6 +109,25 @@ class Sequence:
             stop_reason=reason,
             digests={version: digests[version] for version in set(self.versions)},
         )
+
+    def chunk(self, start: int, response: ModelResponse | None = None) -> TokenChunk:
+        """What was drawn from the `start`-th token on."""
+        return TokenChunk(
+            self.ids[self.prompt_length + start :], self.logprobs[start:], self.versions[start:], response
+        )
+
+    async def chunks(self) -> AsyncGenerator[TokenChunk, None]:
+        """The answer while it is drawn: a chunk per token, more at once for a slow reader. Raises what `done` does."""
+        grown = self.grown = asyncio.Event()
+        self.done.add_done_callback(lambda _: grown.set())
+        sent, response = 0, None
+        while response is None:
+            await grown.wait()
+            grown.clear()
+            response = self.done.result() if self.done.done() else None
+            chunk = self.chunk(sent, response)
+            sent = self.drawn
+            yield chunk
 
     def _completes_stop_text(self) -> bool:
         stops = self.gconfig.stop

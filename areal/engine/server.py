@@ -43,7 +43,7 @@ async def serve_engine(directory: Path) -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
 
     def greet(channel: Channel) -> None:
-        channel.handlers.update(handlers)
+        channel.handlers.update(handlers | engine_handlers(engine, channel))
 
     with tempfile.TemporaryDirectory(prefix="areal-") as place:
         endpoint = await serve(f"unix:{place}/engine", greet, wire=api_wire(), peer="a rollout worker")

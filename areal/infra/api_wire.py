@@ -1,7 +1,7 @@
 """The wire of a run: every message type of `areal.api`. A type that is to travel is added here."""
 
 from areal.api.engine_api import EngineHealth, WeightUpdate
-from areal.api.io_struct import ModelRequest, ModelResponse
+from areal.api.io_struct import Grammar, ModelRequest, ModelResponse
 from areal.api.messages import Episode, GroupResult, GroupTask, Rejection, Row
 from areal.config.generation import GenerationHyperparameters
 from areal.infra.wire import Wire
@@ -10,6 +10,7 @@ MESSAGE_TYPES = (
     EngineHealth,
     Episode,
     GenerationHyperparameters,
+    Grammar,
     GroupResult,
     GroupTask,
     ModelRequest,

@@ -4,6 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from engine_houses import engine, house
+
+__all__ = ["engine", "house"]
 
 
 @pytest.fixture(scope="session", autouse=True)
