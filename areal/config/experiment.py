@@ -6,6 +6,7 @@ from areal.config.actor import ActorConfig, OptimizerConfig, ReferenceConfig
 from areal.config.dataset import DatasetConfig
 from areal.config.errors import require
 from areal.config.generation import GenerationHyperparameters
+from areal.config.proxy import ProxyConfig
 from areal.config.rollout import RolloutConfig
 from areal.config.upkeep import EvaluatorConfig, RecoverConfig, SaverConfig, SchedulerConfig
 
@@ -56,6 +57,7 @@ class PPOConfig(ExperimentConfig):
     """Import string of the reward function, for workflows whose constructor takes one and was given none."""
     gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    proxy: ProxyConfig = field(default_factory=ProxyConfig)
     ref: ReferenceConfig = field(default_factory=ReferenceConfig)
 
     def __post_init__(self) -> None:

@@ -8,8 +8,10 @@ from areal.config.errors import require
 
 @dataclass
 class AgentConfig:
-    mode: Literal["inline"] = "inline"
-    """Where an agent runs: inline = in the rollout worker's event loop."""
+    mode: Literal["inline", "subproc"] = "inline"
+    """Where an agent runs: inline = in the rollout worker's event loop; subproc = in processes that may be killed."""
+    subproc_max_workers: int = 4
+    """Processes of each rollout worker in mode subproc, each with one episode at a time."""
     timeout_seconds: float = 600.0
     """An episode that takes longer is cancelled and rejected as `timeout`."""
     turn_discount: float = 1.0
@@ -18,6 +20,7 @@ class AgentConfig:
     """individual = a row per completion; concat = a row per conversation leaf."""
 
     def __post_init__(self) -> None:
+        require(self.subproc_max_workers >= 1, f"subproc_max_workers must be >= 1, got {self.subproc_max_workers}")
         require(self.timeout_seconds > 0, f"timeout_seconds must be > 0 seconds, got {self.timeout_seconds}")
         require(0 <= self.turn_discount <= 1, f"turn_discount must lie in [0, 1], got {self.turn_discount}")
 
@@ -35,6 +38,13 @@ class RolloutConfig:
     in_process: bool = False
     """Run the episodes inside the driver, for breakpoints and tests."""
     agent: AgentConfig = field(default_factory=AgentConfig)
+
+    @property
+    def turns(self) -> int:
+        """Episodes that one may have to wait for in its worker, itself counted: processes take one at a time."""
+        if self.agent.mode != "subproc":
+            return 1
+        return -(-self.max_concurrent_rollouts // self.agent.subproc_max_workers)
 
     def __post_init__(self) -> None:
         require(

@@ -4,8 +4,23 @@ Owns sessions and their keys, the HTTP app and its two doors (TCP and in-process
 what an episode is, and never touches token ids itself: those belong to the trajectory.
 """
 
+from typing import TYPE_CHECKING, Any
+
+from areal.proxy.interactions import Interaction
 from areal.proxy.limits import ProxyLimits
 from areal.proxy.proxy import Proxy
 from areal.proxy.sessions import NO_SESSION_KEY, Session
 
-__all__ = ["NO_SESSION_KEY", "Proxy", "ProxyLimits", "Session"]
+if TYPE_CHECKING:
+    from areal.proxy.client import ArealOpenAI
+
+__all__ = ["NO_SESSION_KEY", "ArealOpenAI", "Interaction", "Proxy", "ProxyLimits", "Session"]
+
+
+def __getattr__(name: str) -> Any:
+    """The direct client needs the OpenAI SDK, which nothing else here does."""
+    if name == "ArealOpenAI":
+        from areal.proxy.client import ArealOpenAI
+
+        return ArealOpenAI
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,10 +1,12 @@
 """The HTTP app: routes, who may pass, and the way from bytes to a reply. Both doors run it.
 
-Every route is there with and without `/v1`, and with and without a session's `/s/TOKEN`. All but health need a session.
+Every route is there with and without `/v1`, and with and without a session's `/s/TOKEN`; `/v1` may even come twice,
+because some SDKs add it to a base URL that has it. All routes but health need a session.
 """
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import orjson
@@ -13,39 +15,48 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive
 
 from areal.api.engine_api import InferenceEngine
 from areal.api.errors import EngineError
-from areal.proxy.dialects import chat
-from areal.proxy.errors import ApiError, ClientGone, bad_request, engine_failed, session_ended
-from areal.proxy.exchange import Call, Reply
+from areal.proxy.attendance import Attendance
+from areal.proxy.delivery import EventStream, WholeAnswer
+from areal.proxy.dialects import Dialect, chat, messages, responses
+from areal.proxy.dialects.terms import Terms
+from areal.proxy.errors import ApiError, ClientGone, engine_failed
+from areal.proxy.flights import Flight
 from areal.proxy.generation import Generation
 from areal.proxy.limits import ProxyLimits
-from areal.proxy.sessions import Session, Sessions, too_many_calls
+from areal.proxy.reading import parse_object, read_body
+from areal.proxy.retries import mark_of
+from areal.proxy.sessions import Session, Sessions
 from areal.utils import logging
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 HEALTH_SECONDS = 5.0
-PREFIXES = ("/s/{token}/v1", "/v1", "/s/{token}", "")
+PREFIXES = ("/s/{token}/v1", "/v1", "/s/{token}", "", "/s/{token}/v1/v1", "/v1/v1")
 
 
 class App:
-    def __init__(self, sessions: Sessions, generation: Generation, limits: ProxyLimits) -> None:
+    def __init__(
+        self, sessions: Sessions, generation: Generation, limits: ProxyLimits, drop_params: bool = False
+    ) -> None:
         self._sessions = sessions
         self._generation = generation
         self._limits = limits
+        self._terms = Terms(limits.max_choices, drop_params)
         self._log = logging.getLogger("proxy")
 
     def asgi(self) -> Starlette:
         endpoints: list[tuple[str, str, Endpoint]] = [
-            ("POST", "/chat/completions", self._chat_completions),
-            ("GET", "/models", self._models),
-            ("GET", "/health", self._health),
+            ("POST", "/chat/completions", self._speaking(chat)),
+            ("POST", "/responses", self._speaking(responses)),
+            ("POST", "/messages", self._speaking(messages)),
+            ("GET", "/models", self._guarded(self._models, chat)),
+            ("GET", "/health", self._guarded(self._health, chat)),
         ]
         routes = [
-            Route(prefix + path, self._guarded(endpoint), methods=[method])
+            Route(prefix + path, endpoint, methods=[method])
             for method, path, endpoint in endpoints
             for prefix in PREFIXES
         ]
@@ -53,34 +64,53 @@ class App:
         app.router.redirect_slashes = False
         return app
 
-    def _guarded(self, endpoint: Endpoint) -> Endpoint:
-        """Failures as answers; only what nobody foresaw is a 500."""
+    def _speaking(self, dialect: Dialect) -> Endpoint:
+        return self._guarded(partial(self._converse, dialect), dialect)
+
+    def _guarded(self, endpoint: Endpoint, dialect: Dialect) -> Endpoint:
+        """Failures as answers, in the dialect's words."""
 
         async def answer(request: Request) -> Response:
             try:
                 return await endpoint(request)
-            except ApiError as failure:
-                return _failure(failure)
             except (ClientGone, ClientDisconnect):
                 return Response(status_code=499)
-            except Exception:
-                self._log.exception("a request to %s failed", request.url.path.partition("/v1")[2] or "the proxy")
-                return _failure(ApiError(500, "the proxy failed; its log says why", kind="server_error"))
+            except Exception as error:
+                return _failure(dialect, self._explain(error))
 
         return answer
 
+    def _explain(self, error: Exception) -> ApiError:
+        """Only what nobody foresaw is a 500."""
+        if isinstance(error, ApiError):
+            return error
+        self._log.error("a request to the proxy failed", exc_info=error)
+        return ApiError(500, "the proxy failed; its log says why", kind="server_error")
+
     async def _no_route(self, request: Request, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 500
-        allowed = "; use POST chat/completions, GET models or GET health"
+        allowed = "; use POST chat/completions, responses or messages, GET models or health"
         message = f"{request.method} is not allowed here" if status == 405 else "there is no such route"
-        return _failure(ApiError(status, message + allowed))
+        return _failure(chat, ApiError(status, message + allowed))
 
-    async def _chat_completions(self, request: Request) -> Response:
+    async def _converse(self, dialect: Dialect, request: Request) -> Response:
         session = self._identify(request)
-        body = await self._json(request)
-        call = chat.parse(body, self._limits.max_choices)
-        reply = await self._answer(session, call, request.receive)
-        return _json(chat.render(reply))
+        raw = await read_body(request, self._limits)
+        call = dialect.parse(parse_object(raw), self._terms)
+        mark = mark_of(call.id_prefix, raw, request.headers)
+        attendance = Attendance(session, request.receive, self._limits.max_calls_per_session)
+        try:
+            attendance.check()
+        except ApiError:
+            session.retries.refuse(mark)
+            raise
+        claim = partial(session.retries.claim, mark, lambda: Flight(self._generation.events(session, call)))
+        common = (claim, attendance, self._explain, partial(_failure, dialect))
+        return (
+            EventStream(dialect.writer(call), *common)
+            if call.stream
+            else WholeAnswer(partial(dialect.render, call), *common)
+        )
 
     async def _models(self, request: Request) -> Response:
         self._identify(request)
@@ -100,64 +130,12 @@ class App:
         keys = [bearer.strip() if scheme.lower() == "bearer" else "", request.headers.get("x-api-key", "")]
         return self._sessions.identify(request.path_params.get("token"), [key for key in keys if key])
 
-    async def _json(self, request: Request) -> dict[str, Any]:
-        raw = await self._body(request)
-        try:
-            body = orjson.loads(raw)
-        except orjson.JSONDecodeError as error:
-            raise bad_request(f"the body must be JSON: {error}") from None
-        if not isinstance(body, dict):
-            raise bad_request(f"the body must be a JSON object, got {type(body).__name__}")
-        return body
-
-    async def _body(self, request: Request) -> bytes:
-        limit = self._limits.max_body_bytes
-        chunks: list[bytes] = []
-        size = 0
-        try:
-            async with asyncio.timeout(self._limits.body_timeout_seconds):
-                async for chunk in request.stream():
-                    chunks.append(chunk)
-                    size += len(chunk)
-                    if size > limit:
-                        raise ApiError(413, f"a body may have {limit} bytes (ProxyLimits.max_body_bytes)")
-        except TimeoutError:
-            raise ApiError(408, f"the body must arrive within {self._limits.body_timeout_seconds:g} s") from None
-        return b"".join(chunks)
-
-    async def _answer(self, session: Session, call: Call, receive: Receive) -> Reply:
-        """Generate while the client listens; it going away, or its session ending, cancels this task."""
-        if session.ended:  # while the body was on its way
-            raise session_ended()
-        if len(session.calls) >= self._limits.max_calls_per_session:
-            raise too_many_calls(self._limits.max_calls_per_session)
-        task = asyncio.current_task()
-        assert task is not None
-        listener = asyncio.ensure_future(_cancel_when_gone(task, receive))
-        session.calls.add(task)
-        try:
-            return await self._generation.answer(session, call)
-        except asyncio.CancelledError:
-            if not (session.ended or listener.done()):
-                raise
-            task.uncancel()  # it was ours, and ends here
-            raise (session_ended() if session.ended else ClientGone()) from None
-        finally:
-            session.calls.discard(task)
-            listener.cancel()
-
-
-async def _cancel_when_gone(task: asyncio.Task[Any], receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    task.cancel()
-
 
 def _json(value: dict[str, Any]) -> Response:
     return Response(orjson.dumps(value), media_type="application/json")
 
 
-def _failure(failure: ApiError) -> Response:
+def _failure(dialect: Dialect, failure: ApiError) -> Response:
     return Response(
-        orjson.dumps(chat.error(failure)), failure.status, headers=failure.headers, media_type="application/json"
+        orjson.dumps(dialect.error(failure)), failure.status, headers=failure.headers, media_type="application/json"
     )

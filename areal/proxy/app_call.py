@@ -1,6 +1,7 @@
 """One request through the app without a network: the app runs as a task, its answer is taken chunk by chunk.
 
-Closing before the end cancels the app. Knows nothing of any HTTP library.
+Closing before the end cancels the app, which counts its answer as sent when the end of it was taken. Knows nothing of
+any HTTP library.
 """
 
 import asyncio
@@ -17,6 +18,8 @@ class AppCall:
     def __init__(self, app: ASGIApp, scope: Scope, body: bytes) -> None:
         self._body: bytes | None = body
         self._closed = asyncio.Event()
+        self._taken = asyncio.Event()
+        """The whole answer was."""
         self._messages: asyncio.Queue[Message | None] = asyncio.Queue(QUEUED_CHUNKS)
         self._task = asyncio.ensure_future(self._run(app, scope))
 
@@ -32,13 +35,17 @@ class AppCall:
         message = await self._next(timeout_seconds)
         if message is None:
             raise ConnectionError("the app ended in the middle of its answer")
-        return message.get("body", b""), message.get("more_body", False)
+        more = message.get("more_body", False)
+        if not more:
+            self._taken.set()
+        return message.get("body", b""), more
 
     async def aclose(self) -> None:
         """Tell the app that its client went away, end it, and wait until it has."""
-        self._closed.set()
-        if not self._task.done():
+        if not self._taken.is_set():
+            self._closed.set()
             self._task.cancel()
+        if not self._task.done():
             await asyncio.wait((self._task,), timeout=CLOSE_SECONDS)
 
     async def _next(self, timeout_seconds: float | None) -> Message | None:
@@ -49,11 +56,16 @@ class AppCall:
 
     async def _run(self, app: ASGIApp, scope: Scope) -> None:
         try:
-            await app(scope, self._receive, self._messages.put)
+            await app(scope, self._receive, self._send)
         finally:
             # Wakes a reader that waits; one that finds messages meets the end of the task behind them.
             if not self._messages.full():
                 self._messages.put_nowait(None)
+
+    async def _send(self, message: Message) -> None:
+        await self._messages.put(message)
+        if message["type"] == "http.response.body" and not message.get("more_body", False):
+            await self._taken.wait()
 
     async def _receive(self) -> Message:
         if self._body is not None:

@@ -1,6 +1,6 @@
 """What a client is told when a call fails. One type; each dialect writes its own body from it."""
 
-from areal.api.errors import ContextLengthError, EngineError, RequestError
+from areal.api.errors import ContextLengthError, EngineError, GrammarError, RequestError
 
 RETRY_SECONDS = 1
 
@@ -51,6 +51,8 @@ def from_engine(error: EngineError) -> ApiError:
     """The engine's errors as answers: the caller's fault is 400, the engine's own is 503."""
     if isinstance(error, ContextLengthError):
         return too_long(str(error))
+    if isinstance(error, GrammarError):
+        return bad_request(str(error), str(error).split()[0])  # it begins with the parameter that demanded it
     if isinstance(error, RequestError):
         return bad_request(str(error))
     return engine_failed(f"the inference engine failed: {error}")

@@ -33,14 +33,18 @@ class Proxy:
         gconfig: GenerationHyperparameters,
         max_positions: int,
         limits: ProxyLimits | None = None,
+        drop_params: bool = False,
+        tool_parser: str | None = None,
+        reasoning_parser: str | None = None,
         model_name: str = "default",
     ) -> None:
+        """`limits` to `reasoning_parser` are those of `ProxyConfig`."""
         limits = limits or ProxyLimits()
-        self._renderer = Renderer(tokenizer)
+        self._renderer = Renderer(tokenizer, tool_parser, reasoning_parser)
         self._generation = Generation(engine, self._renderer, max_positions, model_name, limits.call_timeout_seconds)
         self._gconfig = self._generation.defaults(gconfig)
         self._sessions = Sessions(limits)
-        self._app = App(self._sessions, self._generation, limits).asgi()
+        self._app = App(self._sessions, self._generation, limits, drop_params).asgi()
         self._server: Server | None = None
         self._clients: dict[str, Any] = {}
 
@@ -83,6 +87,7 @@ class Proxy:
             call.cancel()
         if running:
             await asyncio.wait(running, timeout=END_SECONDS)
+        session.tree.forget_lost()
 
     async def aclose(self) -> None:
         for session in self._sessions:

@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from areal.config.generation import GenerationHyperparameters
+from areal.proxy.budget import Budget
 from areal.proxy.errors import ApiError, session_ended, unauthorized
 from areal.proxy.limits import ProxyLimits, SessionLimitReached
+from areal.proxy.retries import Retries
 from areal.trajectory.tree import Tree
 
 NO_SESSION_KEY = "areal-no-session"
@@ -33,8 +35,12 @@ class Session:
     tree: Tree
     gconfig: GenerationHyperparameters
     """Sampling where a request says nothing."""
+    retries: Retries
+    budget: Budget
     calls: set[asyncio.Task[Any]] = field(default_factory=set)
     """The tasks that answer its calls now."""
+    instructed: set[str] = field(default_factory=set)
+    """Answers whose conversation begins with instructions that were given for them alone."""
     ended: bool = False
 
 
@@ -53,11 +59,12 @@ class Sessions:
     def open(self, origin: str, tree: Tree, gconfig: GenerationHyperparameters) -> Session:
         if len(self) >= self._limits.max_sessions:
             raise SessionLimitReached(
-                f"at most {self._limits.max_sessions} sessions may be open (ProxyLimits.max_sessions); end some first"
+                f"at most {self._limits.max_sessions} sessions may be open (proxy.limits.max_sessions); end some first"
             )
         random = secrets.token_hex(48)
         token, key = random[:48], f"sk-areal-{random[48:]}"
-        session = Session(f"{origin}/s/{token}/v1", key, token, tree, gconfig)
+        retries, budget = Retries(self._limits.remembered_answers), Budget(self._limits.max_tokens_per_session)
+        session = Session(f"{origin}/s/{token}/v1", key, token, tree, gconfig, retries, budget)
         self._by_credential[token] = self._by_credential[key] = session
         return session
 
@@ -101,7 +108,7 @@ def _refusal(keys: list[str]) -> str:
 def too_many_calls(limit: int) -> ApiError:
     return ApiError(
         429,
-        f"a session may run {limit} calls at once (ProxyLimits.max_calls_per_session); wait for one to finish",
+        f"a session may run {limit} calls at once (proxy.limits.max_calls_per_session); wait for one to finish",
         kind="rate_limit_error",
         code="rate_limit_exceeded",
     )

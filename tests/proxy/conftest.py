@@ -1,13 +1,14 @@
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 
 from areal.api.engine_api import EngineHealth, WeightUpdate
-from areal.api.io_struct import ModelRequest, ModelResponse
+from areal.api.io_struct import ModelRequest, ModelResponse, TokenChunk
 from areal.config.generation import GenerationHyperparameters
 from areal.engine.builtin.tokenizer import make_tokenizer
 from areal.proxy import Proxy, ProxyLimits, Session
@@ -17,12 +18,16 @@ POSITIONS = 512
 
 @dataclass
 class ScriptedEngine:
-    """Says what it is told to say. With `hold` it waits until released, or until its caller gives up."""
+    """Says what it is told to say. With `hold` it waits until released, or until its caller gives up.
+
+    A stream goes a token at a time; with `interrupt` it waits before that token, then fails if it has a `failure`.
+    """
 
     tokenizer: Any
     answer: str | list[int] = "1259"
     hold: bool = False
     failure: Exception | None = None
+    interrupt: int | None = None
     requests: list[ModelRequest] = field(default_factory=list)
     release: asyncio.Event = field(default_factory=asyncio.Event)
     running: int = 0
@@ -39,6 +44,29 @@ class ScriptedEngine:
         if self.failure is not None:
             raise self.failure
         return self._response(req)
+
+    async def astream(self, req: ModelRequest) -> AsyncGenerator[TokenChunk, None]:
+        self.requests.append(req)
+        self._count(1)
+        try:
+            if self.hold:
+                await self.release.wait()
+            if self.failure is not None and self.interrupt is None:
+                raise self.failure
+            response = self._response(req)
+            count = len(response.output_tokens)
+            for number, token in enumerate(response.output_tokens):
+                await asyncio.sleep(0)
+                await self._interrupted(number)
+                yield TokenChunk([token], [-0.25], [7], response if number == count - 1 else None)
+        finally:
+            self._count(-1)
+
+    async def _interrupted(self, number: int) -> None:
+        if number == self.interrupt:
+            await self.release.wait()
+            if self.failure is not None:
+                raise self.failure
 
     async def until_running(self, count: int) -> None:
         """Wait until that many generations are in flight."""
@@ -92,9 +120,22 @@ StartProxy = Callable[..., Awaitable[Proxy]]
 async def start_proxy(engine: ScriptedEngine, tokenizer: Any) -> AsyncIterator[StartProxy]:
     started: list[Proxy] = []
 
-    async def start(limits: ProxyLimits | None = None, **gconfig: Any) -> Proxy:
+    async def start(
+        limits: ProxyLimits | None = None,
+        *,
+        drop_params: bool = False,
+        max_positions: int = POSITIONS,
+        **gconfig: Any,
+    ) -> Proxy:
         sampling = GenerationHyperparameters(**{"max_new_tokens": 64, **gconfig})
-        proxy = Proxy(engine, tokenizer, gconfig=sampling, max_positions=POSITIONS, limits=limits)
+        proxy = Proxy(
+            engine,
+            engine.tokenizer,
+            gconfig=sampling,
+            max_positions=max_positions,
+            limits=limits,
+            drop_params=drop_params,
+        )
         started.append(proxy)
         await proxy.start()
         return proxy
@@ -115,10 +156,25 @@ def session(proxy: Proxy) -> Session:
 
 
 @pytest.fixture(params=["in process", "over TCP"])
-async def client(request: pytest.FixtureRequest, proxy: Proxy, session: Session) -> AsyncIterator[AsyncOpenAI]:
+def door(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+async def client(door: str, proxy: Proxy, session: Session) -> AsyncIterator[AsyncOpenAI]:
     """The official SDK, through each door."""
-    http_client = proxy.http_client if request.param == "in process" else None
+    http_client = proxy.http_client if door == "in process" else None
     async with AsyncOpenAI(
+        base_url=session.base_url, api_key=session.api_key, http_client=http_client, max_retries=0
+    ) as sdk:
+        yield sdk
+
+
+@pytest.fixture
+async def claude(door: str, proxy: Proxy, session: Session) -> AsyncIterator[AsyncAnthropic]:
+    """Anthropic's SDK, through each door."""
+    http_client = proxy.httpx2_client if door == "in process" else None
+    async with AsyncAnthropic(
         base_url=session.base_url, api_key=session.api_key, http_client=http_client, max_retries=0
     ) as sdk:
         yield sdk

@@ -8,7 +8,7 @@ from areal.trajectory import assign_reward, export
 QUESTION = {"role": "user", "content": "Sort 5291"}
 ADD = {
     "type": "function",
-    "function": {"name": "add", "strict": True, "parameters": {"type": "object", "properties": {}}},
+    "function": {"name": "add", "parameters": {"type": "object", "properties": {}}},
 }
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
 

@@ -36,20 +36,9 @@ def _message(wire: dict[str, Any], where: str) -> Message:
 
 def _content(wire: dict[str, Any], where: str) -> str:
     content = wire.get("content")
-    if isinstance(content, str):
-        return content
     if content is None and wire["role"] in ("assistant", "tool"):
         return ""
-    if isinstance(content, list):
-        return "".join(_part(part, f"{where}.content[{place}]") for place, part in enumerate(content))
-    raise bad_request(f"{where}.content must be text or a list of parts, got {content!r:.200}", f"{where}.content")
-
-
-def _part(part: Any, where: str) -> str:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if not isinstance(kind, str) or kind not in TEXT_PARTS:
-        raise bad_request(f"{where}.type must be text: this model reads nothing else, got {kind!r}", where)
-    return fields.text(part, TEXT_PARTS[kind], where)
+    return fields.content(content, TEXT_PARTS, f"{where}.content")
 
 
 def _tool_call(call: dict[str, Any], where: str) -> dict[str, Any]:

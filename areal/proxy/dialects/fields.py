@@ -1,5 +1,6 @@
 """Reading one field of a JSON body: right kind, right range, or a 400 that names it. `None` counts as absent."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from areal.proxy.errors import bad_request
@@ -46,3 +47,48 @@ def objects(body: dict[str, Any], name: str, where: str) -> list[dict[str, Any]]
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
         raise bad_request(f"{where} must be a list of objects, got {value!r:.200}", where)
     return value
+
+
+def mapping(body: dict[str, Any], name: str, where: str) -> dict[str, Any]:
+    value = body.get(name)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise bad_request(f"{where} must be an object, got {value!r:.200}", where)
+    return value
+
+
+def top_p(body: dict[str, Any]) -> float | None:
+    value = number(body, "top_p", 0, 1)
+    if value == 0:
+        raise bad_request("top_p must be above 0, got 0; use temperature 0 for the likeliest token", "top_p")
+    return value
+
+
+def texts(body: dict[str, Any], name: str) -> list[str] | None:
+    """Texts none of which is empty; one alone need not be in a list."""
+    value = body.get(name)
+    if value is None:
+        return None
+    listed = [value] if isinstance(value, str) else value
+    if not isinstance(listed, list) or not all(isinstance(item, str) and item for item in listed):
+        raise bad_request(f"{name} must be a text or a list of texts, none of them empty, got {value!r:.200}", name)
+    return listed
+
+
+def content(value: Any, kinds: Mapping[str, str], where: str) -> str:
+    """Text, or a list of parts that are texts; `kinds` says under which key each type of part has it."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise bad_request(f"{where} must be text or a list of parts, got {value!r:.200}", where)
+    return "".join(_part(part, kinds, f"{where}[{place}]") for place, part in enumerate(value))
+
+
+def _part(part: Any, kinds: Mapping[str, str], where: str) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(kind, str) or kind not in kinds:
+        raise bad_request(
+            f"{where}.type must be {next(iter(kinds))}: this model reads nothing else, got {kind!r}", where
+        )
+    return text(part, kinds[kind], where)

@@ -1,0 +1,51 @@
+"""The proxy that agents talk through: what it tolerates, and what one client may take from the others."""
+
+from dataclasses import dataclass, field, fields
+
+from areal.config.errors import require
+
+
+@dataclass
+class ProxyLimits:
+    max_sessions: int = 10_000
+    """Sessions open at once."""
+    max_calls_per_session: int = 64
+    """Calls of one session running at once; one more is answered 429."""
+    max_tokens_per_session: int | None = None
+    """Tokens that the calls of one session may take, prompts and answers counted; a call that might take more is
+    answered 429. None = no limit."""
+    max_body_bytes: int = 16 * 2**20
+    """Size of a request's body; a bigger one is answered 413."""
+    max_choices: int = 128
+    """Largest `n` of one request."""
+    body_timeout_seconds: float = 30.0
+    """Time a client may take to send its body."""
+    call_timeout_seconds: float = 3600.0
+    """Time the engine may take for one call; longer is answered 503."""
+    remembered_answers: int = 64
+    """Answers of a session that a retry is given again; one of an older call is a new sample."""
+    remembered_ended_sessions: int = 10_000
+    """Ended sessions whose keys answer 410; older ones answer 401 like keys that never were."""
+
+    def __post_init__(self) -> None:
+        for limit in fields(self):
+            value = getattr(self, limit.name)
+            if value is None:
+                continue
+            least = 0 if limit.name == "remembered_ended_sessions" else 1
+            timed = limit.name.endswith("_seconds")
+            require(
+                value > 0 if timed else value >= least,
+                f"{limit.name} must be {'> 0 seconds' if timed else f'>= {least}'}, got {value}",
+            )
+
+
+@dataclass
+class ProxyConfig:
+    drop_params: bool = False
+    """Go on without request parameters that cannot be honoured, with a line in the log, instead of answering 400."""
+    tool_parser: str | None = None
+    """How the model writes tool calls: hermes, qwen3_coder, llama3, mistral, …; None = as its chat template does."""
+    reasoning_parser: str | None = None
+    """How it marks thinking: think, mistral, or none = thinking is text; None = as its chat template does."""
+    limits: ProxyLimits = field(default_factory=ProxyLimits)

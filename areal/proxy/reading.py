@@ -1,0 +1,38 @@
+"""A request's body, within its size and its time, as JSON."""
+
+import asyncio
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+
+from areal.proxy.errors import ApiError, bad_request
+from areal.proxy.limits import ProxyLimits
+
+
+async def read_body(request: Request, limits: ProxyLimits) -> bytes:
+    """Raises ApiError 413 or 408."""
+    limit = limits.max_body_bytes
+    chunks: list[bytes] = []
+    size = 0
+    try:
+        async with asyncio.timeout(limits.body_timeout_seconds):
+            async for chunk in request.stream():
+                chunks.append(chunk)
+                size += len(chunk)
+                if size > limit:
+                    raise ApiError(413, f"a body may have {limit} bytes (proxy.limits.max_body_bytes)")
+    except TimeoutError:
+        raise ApiError(408, f"the body must arrive within {limits.body_timeout_seconds:g} s") from None
+    return b"".join(chunks)
+
+
+def parse_object(raw: bytes) -> dict[str, Any]:
+    """Raises ApiError 400."""
+    try:
+        body = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise bad_request(f"the body must be JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise bad_request(f"the body must be a JSON object, got {type(body).__name__}")
+    return body
