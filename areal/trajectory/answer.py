@@ -1,14 +1,13 @@
-"""Sampled ids read as a message: the text without its end, and the tool calls in it."""
+"""Sampled ids read as a message: the text without its end, its thinking, and the tool calls in it."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from areal.api.io_struct import ModelResponse
 from areal.trajectory.meaning import Message
+from areal.trajectory.parsers import ToolCall
 from areal.trajectory.renderer import Renderer
-
-ToolParser = Callable[[str], tuple[str, list[tuple[str, dict[str, Any]]]]]
 
 
 @dataclass
@@ -27,27 +26,30 @@ def read_answer(
     completion_id: str,
     stop_ids: Collection[int],
     stop_texts: Sequence[str] = (),
-    parser: ToolParser | None = None,
+    tools: list[dict[str, Any]] | None = None,
+    thinking: bool = False,
 ) -> Answer:
-    """`parser` is None where the caller offered no tools: then nothing is a call."""
+    """`tools` and `thinking` are the prompt's: without tools nothing is a call."""
     ids = response.output_tokens
     ended = response.stop_reason == "stop" and bool(ids) and ids[-1] in stop_ids
     text = renderer.decode(ids[:-1] if ended else ids)
-    content = _before_stop(text, stop_texts)
-    content, calls = (content, []) if parser is None else parser(content)
-    message: Message = {"role": "assistant", "content": content}
-    if calls:
-        message["tool_calls"] = [
-            _tool_call(f"call_{completion_id}_{number}", *call) for number, call in enumerate(calls)
-        ]
+    said = renderer.format.read(before_stop(text, stop_texts), tools, thinking=thinking)
+    message: Message = {"role": "assistant", "content": said.content}
+    if said.reasoning:
+        message["reasoning_content"] = said.reasoning
+    if said.calls:
+        message["tool_calls"] = [tool_call(call, completion_id, number) for number, call in enumerate(said.calls)]
     return Answer(message, text, ids[-1] if ended else None)
 
 
-def _before_stop(text: str, stop_texts: Sequence[str]) -> str:
+def before_stop(text: str, stop_texts: Sequence[str]) -> str:
     """A stop text ends the answer and is no part of it, though its tokens were sampled and are kept."""
     found = [at for at in (text.find(stop) for stop in stop_texts) if at >= 0]
     return text[: min(found)] if found else text
 
 
-def _tool_call(call_id: str, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+def tool_call(call: ToolCall, completion_id: str, number: int) -> dict[str, Any]:
+    """The `number`-th call of an answer. Its id is unique, and ends with the id that the model wrote, if any."""
+    written = f"_{call.written_id}" if call.written_id else ""
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": f"call_{completion_id}_{number}{written}", "type": "function", "function": function}

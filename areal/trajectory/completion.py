@@ -1,6 +1,7 @@
 """One completion of a conversation: a node of the tree, holding only what its parent does not."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from areal.api.io_struct import StopReason
 from areal.api.messages import Array
@@ -22,9 +23,10 @@ class Prompt:
     """What comes after the parent's answer."""
     path: Digest
     """Meaning of the whole conversation so far."""
-    text_length: int
-    text_digest: Digest
-    """The rendered text, remembered by digest: the next turn's rendering must begin with it to extend this one."""
+    tools: list[dict[str, Any]] | None
+    """What the model may call; None = nothing is a call."""
+    thinking: bool
+    """The prompt ends inside thinking, so the answer begins with it."""
 
 
 @dataclass
@@ -38,11 +40,17 @@ class Completion:
     """Which of the `n` answers to one request."""
     parent: int | None
     extends: bool
+    depth: int
+    """Completions that it continues, itself counted."""
     messages: list[Message]
     message: Message
     """The answer as the client got it."""
     text: str
-    """The sampled text without its end token: the message before tool calls were read out of it."""
+    """The sampled text without its end token: the message before thinking and tool calls were read out of it."""
+    tools: list[dict[str, Any]] | None
+    """Shared with every completion that was offered the same."""
+    thinking: bool
+    """The prompt had opened its thinking already."""
     prompt_ids: Array
     """int32: the prompt's ids beyond the parent's, or all of them if `extends` is False."""
     output_ids: Array
@@ -55,12 +63,12 @@ class Completion:
     stop_reason: StopReason
     end_id: int | None
     """The stop token that ended the answer; None if it was cut off or met a stop text."""
-    text_length: int
-    text_digest: Digest
     digests: dict[int, str] = field(default_factory=dict)
     """Digest of the weights behind each version."""
     reward: float | None = None
     """What the agent gave; None = nothing."""
+    lost: bool = False
+    """Its client went away before it had the answer, and has not asked again: no conversation continues it."""
 
     @property
     def truncated(self) -> bool:

@@ -1,12 +1,13 @@
 """What a message means, whatever its spelling: the identity by which a conversation that comes back is recognised.
 
-Clients send turns back changed (null content as "", keys in another order, `None` fields added). Two messages mean the
-same if role, content, tool names and parsed tool arguments agree; a tool result also points at the same call. Call ids
-are names for places in the conversation, not meaning: a result is identified by the place of the call it answers.
+Clients send turns back changed (null content as "", keys in another order, `None` fields added, thinking left out). Two
+messages mean the same if role, content, tool names and parsed tool arguments agree; a tool result also points at the
+same call. Call ids are names for places in the conversation, not meaning: a result is identified by the place of the
+call it answers. An assistant's thinking is no part of the identity, because many clients drop it; where one is sent
+back it must be the recorded one.
 """
 
 import json
-from collections.abc import Iterable, Iterator
 from hashlib import blake2b
 from typing import Any
 
@@ -51,17 +52,15 @@ def extend(path: Digest, message: Message, places: dict[str, str]) -> Digest:
         calls,
         None if answered is None else places.get(answered, answered),
         None if role == "assistant" else message.get("name"),
-        message.get("reasoning_content"),
+        None if role == "assistant" else message.get("reasoning_content"),
     ]
     return blake2b(path + orjson.dumps(fields), digest_size=16).digest()
 
 
-def prefix_digests(messages: Iterable[Message]) -> Iterator[Digest]:
-    """The digest of every prefix, shortest first."""
-    path = START
-    places: dict[str, str] = {}
-    for position, message in enumerate(messages):
-        path = extend(path, message, places)
-        for number, call in enumerate(message.get("tool_calls", ())):
-            places[call["id"]] = f"{position}.{number}"
-        yield path
+def call_ids(message: Message) -> list[str]:
+    return [call["id"] for call in message.get("tool_calls", ())]
+
+
+def same_words(one: str, other: str) -> bool:
+    """Whether two texts differ in white space only."""
+    return one == other or "".join(one.split()) == "".join(other.split())

@@ -5,18 +5,21 @@ never tokenised again. A node's `parent` is the conversation it continues, and c
 the parent's ids only where `extends` is True.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
+from areal.api.errors import RequestError
 from areal.api.io_struct import ModelResponse
 from areal.api.messages import Array
 from areal.trajectory.answer import Answer
 from areal.trajectory.completion import Completion, Prompt
-from areal.trajectory.continuation import continue_ids
-from areal.trajectory.meaning import Digest, Message, extend, prefix_digests
-from areal.trajectory.renderer import Renderer, text_digest
+from areal.trajectory.continuation import Tools, newer_ids, newer_text
+from areal.trajectory.lines import Lines
+from areal.trajectory.meaning import Digest, Message, extend
+from areal.trajectory.recognition import recognise
+from areal.trajectory.renderer import Renderer
+from areal.trajectory.spoken import meant
 
 
 class Tree:
@@ -25,23 +28,30 @@ class Tree:
         self.completions: list[Completion] = []
         self._by_path: dict[Digest, list[int]] = {}
         self._by_id: dict[str, int] = {}
+        self._lines = Lines()
+        self._tools: list[list[dict[str, Any]]] = []
 
-    def prompt(self, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> Prompt:
-        """Place a conversation in the tree and turn it into ids. Leaves the tree as it is."""
-        digests = list(prefix_digests(messages))
-        found = self._find(messages, digests)
+    def prompt(self, messages: list[Message], tools: Tools = None) -> Prompt:
+        """Place a conversation in the tree and turn it into ids. Records nothing."""
+        tools = self._shared(tools)
+        line = self._lines.read(messages, lambda message: meant(message, self.renderer.format, tools))
+        found = recognise(self, line)
         if found is None:
-            return self._new_branch(None, messages, digests[-1], self.renderer.render(messages, tools))
+            return self._branch(None, messages, line.path, tools, self.renderer.render(messages, tools))
         parent, answer_at = found
+        if messages[answer_at] == parent.message:
+            line.messages[answer_at] = parent.message  # held once
         newer = messages[answer_at + 1 :]
         # What was recorded is rendered, not how the client spells it today: spelling must not move the past.
-        whole = [*self.conversation(parent), *newer]
-        text = self.renderer.render(whole, tools)
-        new_ids = continue_ids(self.renderer, parent, whole, answer_at, tools, text)
-        if new_ids is None:
-            return self._new_branch(parent.index, newer, digests[-1], text)
-        ids = [*self.token_ids(parent), *new_ids]
-        return Prompt(ids, parent.index, True, new_ids, newer, digests[-1], len(text), text_digest(text))
+        before = self.conversation(parent)[:-1]
+        try:
+            text = newer_text(self.renderer, parent, before, newer, tools)
+            if text is not None:
+                return self._continuation(parent, newer, line.path, tools, text)
+            whole = self.renderer.render([*before, parent.message, *newer], tools)
+        except RequestError:  # calls that the client spells as text may fit no template that has them as calls
+            whole = self.renderer.render(messages, tools)
+        return self._branch(parent.index, newer, line.path, tools, whole)
 
     def add(
         self,
@@ -60,9 +70,12 @@ class Tree:
             choice=choice,
             parent=prompt.parent,
             extends=prompt.extends,
+            depth=1 if prompt.parent is None else self.completions[prompt.parent].depth + 1,
             messages=prompt.messages,
             message=answer.message,
             text=answer.text,
+            tools=prompt.tools,
+            thinking=prompt.thinking,
             prompt_ids=np.asarray(prompt.new_ids, np.int32),
             output_ids=np.asarray(response.output_tokens, np.int32),
             logprobs=np.asarray(response.output_logprobs, np.float32),
@@ -70,23 +83,44 @@ class Tree:
             temperature=temperature,
             stop_reason=response.stop_reason,
             end_id=answer.end_id,
-            text_length=prompt.text_length,
-            text_digest=prompt.text_digest,
             digests=response.digests,
         )
         self.completions.append(completion)
         self._by_id[completion.id] = completion.index
-        self._by_path.setdefault(extend(prompt.path, answer.message, {}), []).append(completion.index)
+        said = meant(answer.message, self.renderer.format, prompt.tools)
+        self._by_path.setdefault(extend(prompt.path, said, {}), []).append(completion.index)
         return completion
 
     def by_id(self, completion_id: str) -> Completion | None:
         index = self._by_id.get(completion_id)
         return None if index is None else self.completions[index]
 
+    def by_path(self, path: Digest) -> list[Completion]:
+        """The completions whose conversations mean this, in order of finishing."""
+        found = [self.completions[index] for index in self._by_path.get(path, ())]
+        return [completion for completion in found if not completion.lost]
+
     @property
     def last(self) -> Completion | None:
         """The completion that finished last; of several choices, the first, whose id the response bears."""
-        return next((completion for completion in reversed(self.completions) if completion.choice == 0), None)
+        heard = (node for node in reversed(self.completions) if node.choice == 0 and not node.lost)
+        return next(heard, None)
+
+    def forget_lost(self) -> None:
+        """Leave out what nobody heard, when nobody can ask for it any more."""
+        inner = {node.parent for node in self.completions}
+        kept = [node for node in self.completions if not node.lost or node.index in inner]
+        if len(kept) == len(self.completions):
+            return
+        places: dict[int | None, int | None] = {None: None} | {node.index: at for at, node in enumerate(kept)}
+        self._by_path = {
+            path: [at for index in indices if (at := places.get(index)) is not None]
+            for path, indices in self._by_path.items()
+        }
+        for at, node in enumerate(kept):
+            node.index, node.parent = at, places[node.parent]
+        self.completions = kept
+        self._by_id = {node.id: node.index for node in kept}
 
     @property
     def rewrites(self) -> int:
@@ -105,8 +139,14 @@ class Tree:
 
     def conversation(self, completion: Completion) -> list[Message]:
         """Every message from the beginning to this answer."""
-        path = [*self._ancestors(completion)][::-1]
-        return [message for node in path for message in (*node.messages, node.message)]
+        path = [completion]
+        while (parent := path[-1].parent) is not None:
+            path.append(self.completions[parent])
+        messages: list[Message] = []
+        for node in reversed(path):
+            messages += node.messages
+            messages.append(node.message)
+        return messages
 
     def token_path(self, completion: Completion) -> list[Completion]:
         """The completions whose ids make up this one's, first to last."""
@@ -123,34 +163,21 @@ class Tree:
         ids: list[int] = np.concatenate(parts).tolist()
         return ids
 
-    def _new_branch(self, parent: int | None, messages: list[Message], path: Digest, text: str) -> Prompt:
+    def _continuation(self, parent: Completion, newer: list[Message], path: Digest, tools: Tools, text: str) -> Prompt:
+        new_ids = newer_ids(self.renderer, parent, text)
+        ids = [*self.token_ids(parent), *new_ids]
+        return Prompt(ids, parent.index, True, new_ids, newer, path, tools, self.renderer.opens_thinking(text))
+
+    def _branch(self, parent: int | None, messages: list[Message], path: Digest, tools: Tools, text: str) -> Prompt:
         ids = self.renderer.encode(text)
-        return Prompt(ids, parent, False, ids, messages, path, len(text), text_digest(text))
+        return Prompt(ids, parent, False, ids, messages, path, tools, self.renderer.opens_thinking(text))
 
-    def _ancestors(self, completion: Completion) -> Iterator[Completion]:
-        """The completion itself and all it continues, last to first."""
-        node: Completion | None = completion
-        while node is not None:
-            yield node
-            node = None if node.parent is None else self.completions[node.parent]
-
-    def _find(self, messages: list[Message], digests: list[Digest]) -> tuple[Completion, int] | None:
-        """The deepest completion whose conversation these messages begin with, and its answer's place in them."""
-        for at in range(len(messages) - 1, -1, -1):
-            indices = self._by_path.get(digests[at]) if messages[at]["role"] == "assistant" else None
-            if indices:
-                return self._choose([self.completions[index] for index in indices], messages), at
-        return None
-
-    def _choose(self, candidates: list[Completion], messages: list[Message]) -> Completion:
-        """Of completions that mean the same, the one whose tool-call ids the client names, else the most recent."""
-        if len(candidates) > 1:
-            named = _call_ids(messages)
-            for candidate in reversed(candidates):
-                if _call_ids(self.conversation(candidate)) <= named:
-                    return candidate
-        return candidates[-1]
-
-
-def _call_ids(messages: list[Message]) -> set[str]:
-    return {call["id"] for message in messages for call in message.get("tool_calls", ())}
+    def _shared(self, tools: Tools) -> Tools:
+        """Equal tools as one object: they are sent with every call, and stored once."""
+        if tools is None:
+            return None
+        for known in self._tools:
+            if known == tools:
+                return known
+        self._tools.append(tools)
+        return tools

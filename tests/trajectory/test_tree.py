@@ -2,7 +2,7 @@ import json
 from typing import Any
 
 import pytest
-from chat_tokenizers import ENDS
+from chat_tokenizers import PLAIN_STYLES
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -21,7 +21,7 @@ def assistant(text: str | None, **more: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": text or "", **more}
 
 
-@pytest.mark.parametrize("style", ENDS)
+@pytest.mark.parametrize("style", PLAIN_STYLES)
 def test_next_prompt_is_the_parents_ids_and_the_new_text(talk, style):
     chat = talk(style)
     first = chat.say([user("hello")], "an answer")
@@ -35,7 +35,7 @@ def test_next_prompt_is_the_parents_ids_and_the_new_text(talk, style):
         assert prompt.ids == chat.ids(chat.tree.renderer.render(messages, None))
 
 
-@pytest.mark.parametrize("style", ENDS)
+@pytest.mark.parametrize("style", PLAIN_STYLES)
 def test_end_token_appears_once_between_turns(talk, style):
     chat = talk(style)
     chat.say([user("hello")], "answer")
@@ -45,7 +45,7 @@ def test_end_token_appears_once_between_turns(talk, style):
     assert ends == rendered.count(chat.end)
 
 
-@pytest.mark.parametrize("style", ENDS)
+@pytest.mark.parametrize("style", PLAIN_STYLES)
 def test_sampled_ids_are_kept_where_their_text_would_tokenise_differently(talk, style):
     chat = talk(style)
     letters = [token for letter in "hello" for token in chat.ids(letter)]
@@ -57,7 +57,7 @@ def test_sampled_ids_are_kept_where_their_text_would_tokenise_differently(talk, 
     assert prompt.ids[: len(first.prompt_ids) + 6] == [*first.prompt_ids.tolist(), *letters, chat.end]
 
 
-@pytest.mark.parametrize("style", ENDS)
+@pytest.mark.parametrize("style", PLAIN_STYLES)
 def test_truncated_answer_is_closed_by_the_template(talk, style):
     chat = talk(style)
     first = chat.say([user("hello")], chat.ids("cut of"), stop_reason="length")
@@ -81,7 +81,7 @@ def test_white_space_that_a_template_trims_stays_as_sampled(talk, style):
 
 
 def test_template_that_drops_thinking_starts_a_counted_branch(talk):
-    chat = talk("thinking")
+    chat = talk("qwen3")
     answer = "<think>\nhm\n</think>\n\n12"
     first = chat.say([user("hello")], answer)
     messages = [user("hello"), assistant(answer), user("more")]
@@ -93,7 +93,7 @@ def test_template_that_drops_thinking_starts_a_counted_branch(talk):
 
 
 def test_thinking_that_the_template_keeps_is_no_rewrite(talk):
-    chat = talk("thinking")
+    chat = talk("qwen3")
     answer = "<think>\nhm\n</think>\n\n12"
     first = chat.say([user("hello")], answer)
     second = chat.say([user("hello"), assistant(answer), {"role": "tool", "content": "3"}], "fine")
@@ -103,7 +103,7 @@ def test_thinking_that_the_template_keeps_is_no_rewrite(talk):
 
 
 def test_branch_after_a_rewrite_is_extended_in_turn(talk):
-    chat = talk("thinking")
+    chat = talk("qwen3")
     answer = "<think>\nhm\n</think>\n\n12"
     chat.say([user("a")], answer)
     second = chat.say([user("a"), assistant(answer), user("b")], "plain")
@@ -266,7 +266,7 @@ def test_tokenizer_without_a_template_is_refused():
 
 
 def test_turn_end_of_the_template_is_known(talk):
-    for style in ENDS:
+    for style in PLAIN_STYLES:
         chat = talk(style)
         assert chat.tree.renderer.turn_end_ids == [chat.end]
 
@@ -274,7 +274,7 @@ def test_turn_end_of_the_template_is_known(talk):
 TEXT = st.text(st.sampled_from("helo an12\n</think>{é€"), max_size=8)
 
 
-@pytest.mark.parametrize("style", ENDS)
+@pytest.mark.parametrize("style", PLAIN_STYLES)
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_rows_hold_exactly_the_sampled_ids(talk, style, data):

@@ -114,7 +114,7 @@ def test_children_pay_their_mean_and_siblings_nothing(talk):
 
 
 def test_credit_passes_a_template_that_rewrites_the_past(talk):
-    chat = talk("thinking")
+    chat = talk("qwen3")
     thought = "<think>\nhm\n</think>\n\nA"
     chat.say([user("q")], thought)
     chat.say([user("q"), assistant(thought), user("n")], "B")

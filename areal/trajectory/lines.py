@@ -1,0 +1,72 @@
+"""The meanings of the conversations that a session carries on, each message digested once.
+
+A client sends its whole conversation with every call. A line remembers the messages of an earlier call and the digest
+of each prefix, so that only what is new must be read.
+"""
+
+from collections.abc import Callable
+
+from areal.trajectory.meaning import START, Digest, Message, call_ids, extend
+
+KEPT = 4
+"""Lines remembered: as many conversations may take turns in a session without being digested again."""
+
+Meant = Callable[[Message], Message]
+"""A message with the thinking and the calls that its text may hold where they belong."""
+
+
+class Line:
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+        self.digests: list[Digest] = []
+        """Of every prefix, shortest first."""
+        self.call_ids: dict[str, str] = {}
+        """The place of the call that each id names."""
+        self.thoughts: dict[int, str] = {}
+        """The thinking that answers came with, by their places."""
+
+    @property
+    def path(self) -> Digest:
+        return self.digests[-1] if self.digests else START
+
+    def common(self, messages: list[Message]) -> int:
+        """How many messages at the beginning are the same."""
+        known = self.messages
+        if messages[: len(known)] == known:
+            return len(known)
+        pairs = zip(known, messages, strict=False)
+        return next((place for place, (one, other) in enumerate(pairs) if one != other), min(len(known), len(messages)))
+
+    def append(self, message: Message, meant: Message) -> None:
+        self._add(message, meant, extend(self.path, meant, self.call_ids))
+
+    def fork(self, length: int, meant: Meant) -> "Line":
+        """A line of the first messages."""
+        line = Line()
+        for message, digest in zip(self.messages[:length], self.digests[:length], strict=True):
+            line._add(message, meant(message), digest)
+        return line
+
+    def _add(self, message: Message, meant: Message, digest: Digest) -> None:
+        place = len(self.messages)
+        for number, call_id in enumerate(call_ids(meant)):
+            self.call_ids[call_id] = f"{place}.{number}"
+        if meant["role"] == "assistant" and meant.get("reasoning_content"):
+            self.thoughts[place] = meant["reasoning_content"]
+        self.messages.append(message)
+        self.digests.append(digest)
+
+
+class Lines:
+    def __init__(self) -> None:
+        self._lines: list[Line] = []
+
+    def read(self, messages: list[Message], meant: Meant) -> Line:
+        """The line of exactly these messages, until the next one is read."""
+        shared = [(line.common(messages), -age, line) for age, line in enumerate(self._lines)]
+        common, _, known = max(shared, default=(0, 0, Line()))
+        line = known if common == len(known.messages) else known.fork(common, meant)
+        for message in messages[common:]:
+            line.append(message, meant(message))
+        self._lines = [line, *(other for other in self._lines if other is not line)][:KEPT]
+        return line

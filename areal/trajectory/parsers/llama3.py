@@ -1,0 +1,34 @@
+"""Tool calls as Llama 3 writes them: the answer is `{"name": ..., "parameters": {...}}`, several joined by `;`.
+
+JSON that begins an answer and is no call, and calls in the middle of text, are text. `<|python_tag|>` may open a call.
+"""
+
+from areal.trajectory.parsers.json_call import named_call
+from areal.trajectory.parsers.json_text import json_end, read_json
+from areal.trajectory.parsers.marks import after_space
+from areal.trajectory.parsers.syntax import Block, CallFrame, Tools, ToolSyntax
+
+PYTHON_TAG = "<|python_tag|>"
+BEGINNINGS = ('{"name":', '{"parameters":', '{"arguments":', '{"type":')
+
+
+class Llama3(ToolSyntax):
+    name = "llama3"
+    marks = (PYTHON_TAG,)
+    bare = "{"
+    closers = ("}",)
+    frame = CallFrame(before_name='{"name": "', before_arguments='", "parameters": ', after="}", between="; ")
+
+    def may_begin(self, text: str) -> bool:
+        body = "".join(text.removeprefix(PYTHON_TAG).split())
+        return any(begin.startswith(body[: len(begin)]) for begin in BEGINNINGS)
+
+    def read(self, text: str, tools: Tools, ended: bool) -> Block | None:
+        begin = after_space(text, len(PYTHON_TAG)) if text.startswith(PYTHON_TAG) else 0
+        end = json_end(text, begin)
+        if end is None:
+            return None
+        call = read_json(text[begin:end])
+        if isinstance(call, dict) and call.get("type", "function") != "function":
+            raise ValueError("a call must be of a function")
+        return Block([named_call(call, ("parameters", "arguments"), frozenset(["type"]))], end)

@@ -1,0 +1,149 @@
+"""However a tree is cut into rows, the same tokens pull the same way: individual, concat, any split, one gradient."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from chat_tokenizers import STYLES, chat_tokenizer
+from scripted_talk import Talk
+
+from areal.api.messages import Episode, GroupResult, Row
+from areal.config.actor import ActorConfig, OptimizerConfig
+from areal.engine.architecture import Architecture
+from areal.engine.decoder import initialise
+from areal.engine.training import TrainingEngine
+from areal.trainer.policy import PolicyUpdate
+from areal.trajectory import Renderer, Tree, assign_reward, export
+
+SMALL = Architecture(
+    family="qwen3",
+    vocab_size=320,
+    hidden_size=16,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    intermediate_size=32,
+    max_positions=2048,
+    tied_embeddings=True,
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Models this small only lose by more threads, most of all on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def gradient_of(groups: list[GroupResult], max_tokens: int = 16384, **settings: Any) -> torch.Tensor:
+    engine = TrainingEngine(SMALL, OptimizerConfig(gradient_clipping=0), total_steps=2, max_tokens_per_mb=max_tokens)
+    initialise(engine.decoder, torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        engine.decoder.flat *= torch.where(engine.decoder.flat.abs() < 0.5, 10.0, 1.0)
+    PolicyUpdate(engine, ActorConfig(eps_clip=0.9, **settings), None, seed=1).step(groups)
+    return engine.flat_grad.clone()
+
+
+def random_tree(style: str, seed: int) -> Tree:
+    """Turns, siblings and branches; templates that drop thinking begin branches of their own."""
+    random = Random(seed)
+    chat = Talk(Tree(Renderer(chat_tokenizer(style))))
+    threads: list[list[dict[str, Any]]] = [[]]
+    for turn in range(random.randint(3, 6)):
+        messages = [*random.choice(threads[-3:]), {"role": "user", "content": f"question {random.randrange(9)}"}]
+        text = f"answer {turn}" if random.random() < 0.5 else f"<think>hm {turn}</think>{'so ' * random.randint(1, 4)}"
+        node = chat.say(messages, text, temperature=random.choice([0.7, 1.0]))
+        node.logprobs = np.asarray([random.gauss(-6, 0.3) for _ in node.output_ids], np.float32)
+        threads.append([*messages, node.message])
+    rewarded = random.sample(chat.tree.completions, k=2)
+    assign_reward(chat.tree, {node.id: random.choice([-1.0, 0.5, 1.0, 2.0]) for node in rewarded}, "agent")
+    return chat.tree
+
+
+def split_row(row: Row, random: Random) -> list[Row]:
+    """A row as several, each training some of its completions and reading the others as prompt."""
+    indices = sorted(set(row.completion_index[row.loss_mask].tolist()))
+    homes = {index: random.randrange(len(indices)) for index in indices}
+    parts = []
+    for home in sorted(set(homes.values())):
+        kept = np.isin(row.completion_index, [index for index in indices if homes[index] == home]) & row.loss_mask
+        end = int(np.flatnonzero(kept).max()) + 1
+        parts.append(_only(row, kept, end))
+    random.shuffle(parts)
+    return parts
+
+
+def _only(row: Row, kept: Any, end: int) -> Row:
+    def cut(values: Any, prompt: float) -> Any:
+        return np.where(kept, values, prompt).astype(values.dtype)[:end]
+
+    return replace(
+        row,
+        input_ids=row.input_ids[:end],
+        loss_mask=kept[:end],
+        logprobs=cut(row.logprobs, 0),
+        versions=cut(row.versions, -1),
+        returns=cut(row.returns, 0),
+        completion_index=cut(row.completion_index, -1),
+        temperatures=cut(row.temperatures, 1),
+    )
+
+
+def groups_of(trees: list[list[Tree]], cut: Any) -> list[GroupResult]:
+    return [
+        GroupResult(number, [Episode(cut(tree), tree.reward) for tree in group], [], {})
+        for number, group in enumerate(trees)
+    ]
+
+
+def individual(tree: Tree) -> list[Row]:
+    return export(tree, "individual", 0.9)
+
+
+def concat(tree: Tree) -> list[Row]:
+    return export(tree, "concat", 0.9)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"loss_norm": "token", "adv_norm": "none"},
+        {"loss_norm": "completion", "adv_norm": "group"},
+        {"loss_norm": "token", "adv_norm": "batch", "group_baseline": "none"},
+        {"loss_norm": "completion", "adv_norm": "batch", "use_decoupled_loss": True, "behave_imp_weight_cap": None},
+        {"loss_norm": "token", "adv_norm": "none", "recompute_logprob": True},
+    ],
+    ids=lambda settings: "-".join(map(str, settings.values())),
+)
+@pytest.mark.parametrize("style", ["chatml", "qwen3", "deepseek_r1"])
+def test_every_way_of_cutting_a_tree_gives_one_gradient(style, settings):
+    trees = [[random_tree(style, 10 * group + sample) for sample in range(3)] for group in range(2)]
+    expected = gradient_of(groups_of(trees, individual), **settings)
+    assert float(expected.norm()) > 1e-3
+    ways = {"concat": gradient_of(groups_of(trees, concat), **settings)}
+    for seed in range(4):
+        random = Random(seed)
+        cut = groups_of(
+            trees, lambda tree, random=random: [part for row in concat(tree) for part in split_row(row, random)]
+        )
+        ways[f"split {seed}"] = gradient_of(cut, max_tokens=random.choice([64, 300, 16384]), **settings)
+    for way, gradient in ways.items():
+        difference = float((gradient - expected).abs().max())
+        assert difference <= 1e-6 * max(1.0, float(expected.abs().max())), way
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_both_styles_train_every_sampled_token_once(style):
+    for seed in range(5):
+        tree = random_tree(style, seed)
+        sampled = sum(len(node.output_ids) for node in tree.completions)
+        for rows in (individual(tree), concat(tree)):
+            assert sum(int(row.loss_mask.sum()) for row in rows) == sampled
+        assert len(concat(tree)) <= len(individual(tree))
