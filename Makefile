@@ -2,9 +2,10 @@
 #
 #   make demo [ARGS="seed=2"]   train the built-in model with an unmodified agent and show the result
 #   make test [ARGS="-k name"]  run the tests
+#   make test-camel             run those with CAMEL-AI, which needs an environment of its own
 #   make lint                   ruff (rules and format) and the type checker
 #   make venv                   only the environment that `make test` and `make lint` use
-#   make clean                  remove the environment and caches; runs/ is kept
+#   make clean                  remove the environments and caches; runs/ is kept
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -13,7 +14,7 @@ TORCH := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test lint venv clean
+.PHONY: help demo test test-camel lint venv clean
 .DELETE_ON_ERROR:
 
 help:
@@ -25,6 +26,10 @@ demo: .venv/.installed
 test: .venv/.installed-dev
 	@$(BIN)/python -m pytest $(ARGS)
 
+test-camel: .venv-camel/.installed
+	@.venv-camel/bin/python -c 'import camel.agents'  # else its tests would be skipped
+	@.venv-camel/bin/python -m pytest tests/frameworks tests/e2e/test_framework_training.py -k camel $(ARGS)
+
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -33,7 +38,7 @@ lint: .venv/.installed-dev
 venv: .venv/.installed-dev
 
 clean:
-	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-camel build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/.made:
@@ -56,3 +61,14 @@ clean:
 	@echo "installing areal with the tools for tests"
 	@$(BIN)/python -m pip install -qq $(TORCH) -e '.[dev]'
 	@touch $@ .venv/.installed
+
+.venv-camel/.torch:
+	@echo "making .venv-camel"
+	@$(PYTHON) -m venv --clear .venv-camel
+	@.venv-camel/bin/python -m pip install -qq $(TORCH)
+	@touch $@
+
+.venv-camel/.installed: pyproject.toml | .venv-camel/.torch
+	@echo "installing areal with CAMEL-AI"
+	@.venv-camel/bin/python -m pip install -qq $(TORCH) -e '.[camel,test]'
+	@touch $@

@@ -31,6 +31,7 @@ PROMISED = [
     ("areal.utils", "stats_tracker"),
     ("areal.utils.data", "concat_padded_tensors"),
     ("areal.utils.hf_utils", "load_hf_tokenizer"),
+    ("areal.proxy", "ArealOpenAI"),
     ("areal.workflow", "RLVRWorkflow"),
     ("areal.workflow.rlvr", "RLVRWorkflow"),
     ("areal.workflow.openai.math_agent", "MathAgent"),

@@ -1,10 +1,11 @@
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 
+from areal.api.io_struct import ModelRequest, ModelResponse
 from areal.config.generation import GenerationHyperparameters
 from areal.engine.builtin.tokenizer import make_tokenizer
 from areal.engine.fake import FakeEngine
@@ -18,6 +19,13 @@ def tokenizer() -> Any:
     return make_tokenizer(["What is 3 + 4? Sort 5291. That is wrong. Try again. Add two integers."], 320, MAX_POSITIONS)
 
 
+class FreeSpeech(FakeEngine):
+    """Says what it is told even where a grammar forbids it, as engines without constrained decoding do."""
+
+    async def agenerate(self, req: ModelRequest) -> ModelResponse:
+        return await super().agenerate(replace(req, grammar=None))
+
+
 @dataclass
 class Speaker:
     """An engine that says what `answer` makes of the prompt's text, and remembers the prompts."""
@@ -27,7 +35,7 @@ class Speaker:
     prompts: list[str] = field(default_factory=list)
 
     def engine(self) -> FakeEngine:
-        return FakeEngine(
+        return FreeSpeech(
             vocab_size=len(self.tokenizer),
             max_positions=MAX_POSITIONS,
             script=self._script,

@@ -1,0 +1,47 @@
+"""A CAMEL-AI chat agent that has a calculator.
+
+CAMEL's pins clash with those of other frameworks, so it wants an environment of its own.
+`areal.workflow.math_task` says what a task is and when an answer is right.
+"""
+
+from typing import Any
+
+from areal.api.workflow_api import AgentWorkflow
+from areal.config.errors import require
+from areal.workflow.camel.chat_model import camel, chat_model
+from areal.workflow.math_task import CALCULATOR, score_tool_user, split_messages
+
+
+class MathToolAgent(AgentWorkflow):
+    """1.0 if its final answer is right, else 0.0.
+
+    What the model does wrong (no answer within `max_turns` calls, a tool that does not exist, wrong arguments) is a
+    wrong answer, not a failed episode.
+    """
+
+    def __init__(self, max_turns: int = 4) -> None:
+        require(max_turns >= 1, f"max_turns must be >= 1, got {max_turns}")
+        self.max_turns = max_turns
+        self._agents = camel("agents")
+        self._tools = [camel("toolkits").FunctionTool(tool) for tool in CALCULATOR]
+
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
+        system, said, question = split_messages(data)
+        agent = self._agents.ChatAgent(
+            system_message=system,
+            model=chat_model(extra_kwargs),
+            tools=self._tools,
+            max_iteration=self.max_turns,
+            step_timeout=None,  # the episode has one
+        )
+        for message in said:
+            agent.update_memory(*_remembered(message))
+        response = await agent.astep(question)
+        return score_tool_user(response.msgs[0].content if response.msgs else "", data)
+
+
+def _remembered(message: dict[str, Any]) -> tuple[Any, Any]:
+    say, role = camel("messages").BaseMessage, camel("types").OpenAIBackendRole
+    if message["role"] == "assistant":
+        return say.make_assistant_message("Assistant", message["content"]), role.ASSISTANT
+    return say.make_user_message("User", message["content"]), role.USER

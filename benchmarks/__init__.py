@@ -1,0 +1,1 @@
+"""Speed claims, each as a program: `python -m benchmarks.NAME --json` prints one JSON object on its last line."""

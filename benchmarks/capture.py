@@ -1,0 +1,178 @@
+"""What does it cost to remember a conversation? 200 turns against a model whose answers cost nothing.
+
+A client sends the whole conversation with every call, so reading the request grows with it, and so do the ids that the
+engine is asked to continue: both are inherent in the wire and are shown apart. What is ours (recognising the
+conversation, rendering, tokenising, recording) must cost what the new turn costs, and the bytes stored must grow by
+what is new. The peer of the same run renders the whole conversation and digests every message on each call.
+"""
+
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import orjson
+
+from areal.api.io_struct import ModelResponse
+from areal.engine.builtin.tokenizer import make_tokenizer
+from areal.trajectory import Renderer, Tree
+from areal.trajectory.answer import read_answer
+from areal.trajectory.completion import Completion
+from areal.trajectory.lines import Lines
+from areal.trajectory.parsers import ToolCall
+from benchmarks.report import Aim, main
+
+TURNS = 200
+ROUNDS = 5
+EARLY, LATE = slice(20, 40), slice(180, 200)
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
+    }
+]
+WORDS = "the quick brown fox jumps over the lazy dog and asks for 12 more numbers to be added up "
+
+Turn = Callable[[int, Renderer], tuple[str, list[dict[str, Any]]]]
+"""The answer of a turn, and what the client says to it."""
+
+
+def chat_turn(number: int, renderer: Renderer) -> tuple[str, list[dict[str, Any]]]:
+    return f"Answer {number}: {WORDS}", [{"role": "user", "content": f"Question {number}: {WORDS}"}]
+
+
+def tool_turn(number: int, renderer: Renderer) -> tuple[str, list[dict[str, Any]]]:
+    answer = f"Step {number}.\n{renderer.format.calls.render([ToolCall('add', {'a': number})])}"
+    return answer, [{"role": "tool", "content": f"Result {number}: {WORDS}"}]
+
+
+@dataclass
+class Costs:
+    """Microseconds by turn, and bytes stored after each."""
+
+    request: list[float] = field(default_factory=list)
+    engine_ids: list[float] = field(default_factory=list)
+    ours: list[float] = field(default_factory=list)
+    stored: list[int] = field(default_factory=list)
+
+
+class TimedTree(Tree):
+    """Knows how long it took to list the ids for the engine."""
+
+    ids_seconds = 0.0
+
+    def token_ids(self, completion: Completion) -> list[int]:
+        began = time.perf_counter()
+        ids = super().token_ids(completion)
+        self.ids_seconds += time.perf_counter() - began
+        return ids
+
+
+def converse(renderer: Renderer, turn: Turn, *, forget: bool = False) -> Costs:
+    """One conversation as a client holds it; `forget` = nothing of an earlier call is used to read the next."""
+    tree, costs = TimedTree(renderer), Costs()
+    messages: list[dict[str, Any]] = [{"role": "system", "content": WORDS}, {"role": "user", "content": WORDS}]
+    for number in range(TURNS):
+        answer, said = turn(number, renderer)
+        output = [*renderer.encode(answer), renderer.tokenizer.eos_token_id]
+        wire = orjson.dumps(messages)
+        if forget:
+            tree._lines = Lines()
+        tree.ids_seconds = 0.0
+        began = time.perf_counter()
+        request = orjson.loads(wire)
+        read = time.perf_counter()
+        record(tree, request, output, number)
+        ended = time.perf_counter()
+        costs.request.append(1e6 * (read - began))
+        costs.engine_ids.append(1e6 * tree.ids_seconds)
+        costs.ours.append(1e6 * (ended - read - tree.ids_seconds))
+        costs.stored.append(stored_bytes(tree))
+        message = tree.completions[-1].message
+        call_id = "".join(call["id"] for call in message.get("tool_calls", ()))
+        messages = [*messages, message, *({**each, "tool_call_id": call_id} for each in said)]
+    assert all(node.extends for node in tree.completions[1:])
+    return costs
+
+
+def record(tree: Tree, messages: list[dict[str, Any]], output: list[int], number: int) -> None:
+    """What the proxy does with the tree for one call."""
+    prompt = tree.prompt(messages, TOOLS)
+    count = len(output)
+    response = ModelResponse(prompt.ids, output, [-1.0] * count, [0] * count, "stop")
+    answer = read_answer(tree.renderer, response, completion_id=str(number), stop_ids=output[-1:], tools=prompt.tools)
+    tree.add(prompt, response, answer, completion_id=f"chatcmpl-{number}", temperature=1.0)
+
+
+def stored_bytes(tree: Tree) -> int:
+    """Everything that is reachable from the tree but not from its renderer, each object once."""
+    seen = {id(tree.renderer)}
+    waiting, total = list(vars(tree).values()), 0
+    while waiting:
+        thing = waiting.pop()
+        if id(thing) in seen or isinstance(thing, type):
+            continue
+        seen.add(id(thing))
+        total += sys.getsizeof(thing)
+        waiting += [] if isinstance(thing, np.ndarray) else gc.get_referents(thing)
+    return total
+
+
+def exponent(values: list[float]) -> float:
+    """p of the best fit value ~ turn^p, from turn 20 on."""
+    turns = np.log(np.arange(len(values))[20:])
+    return float(np.polyfit(turns, np.log(np.maximum(values[20:], 1e-9)), 1)[0])
+
+
+def best_of(rounds: list[Costs]) -> Costs:
+    def least(name: str) -> list[float]:
+        return [min(values) for values in zip(*(getattr(costs, name) for costs in rounds), strict=True)]
+
+    return Costs(least("request"), least("engine_ids"), least("ours"), rounds[-1].stored)
+
+
+def figures_of(costs: Costs) -> dict[str, Any]:
+    def at(values: list[float], where: slice) -> float:
+        return round(statistics.median(values[where]), 1)
+
+    return {
+        "stored_bytes": costs.stored[-1],
+        "stored_bytes_per_turn": round((costs.stored[-1] - costs.stored[19]) / (TURNS - 20)),
+        "stored_exponent": round(exponent([float(size) for size in costs.stored]), 3),
+        "ours_us": {"turns_20_40": at(costs.ours, EARLY), "turns_180_200": at(costs.ours, LATE)},
+        "ours_mean_us": round(statistics.fmean(costs.ours), 1),
+        "ours_exponent": round(exponent(costs.ours), 3),
+        "inherent_us": {
+            "request_json": {"turns_20_40": at(costs.request, EARLY), "turns_180_200": at(costs.request, LATE)},
+            "engine_ids": {"turns_20_40": at(costs.engine_ids, EARLY), "turns_180_200": at(costs.engine_ids, LATE)},
+        },
+    }
+
+
+def run() -> tuple[dict[str, Any], list[Aim]]:
+    tokenizer = make_tokenizer([WORDS, "Answer Question Step Result"], 400, 1 << 20)
+    figures: dict[str, Any] = {}
+    aims: list[Aim] = []
+    for name, turn in (("chat", chat_turn), ("tool loop", tool_turn)):
+        renderer, whole = Renderer(tokenizer), Renderer(tokenizer)
+        whole.windows.trusted = False
+        costs = best_of([converse(renderer, turn) for _ in range(ROUNDS)])
+        peer = best_of([converse(whole, turn, forget=True) for _ in range(2)])
+        found = figures_of(costs) | {"peer_ours_us": figures_of(peer)["ours_us"]}
+        figures[name] = found
+        growth = found["ours_us"]["turns_180_200"] / found["ours_us"]["turns_20_40"]
+        aims += [
+            Aim.at_most(f"{name}: exponent of the bytes stored by turn", found["stored_exponent"], 1.05),
+            Aim.at_most(f"{name}: cost of a call of ours at turns 180-200 over turns 20-40", growth, 1.3),
+            Aim.at_most(f"{name}: exponent of the cost of a call by turn", found["ours_exponent"], 0.2),
+        ]
+        print(f"{name}: {found}", file=sys.stderr)
+    return figures, aims
+
+
+if __name__ == "__main__":
+    main(__doc__ or "", run)

@@ -1,0 +1,23 @@
+"""Peers of a benchmark, each in an environment of its own under the user's cache, installed on first use."""
+
+import os
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+
+def peer_environment(name: str, requirements: list[str]) -> Path:
+    """The bin directory of a virtual environment that has `requirements`."""
+    base = os.environ.get("AREAL_CACHE") or os.path.join(
+        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "areal"
+    )
+    place = Path(base) / "peers" / name
+    stamp = place / "installed.txt"
+    wanted = "\n".join(requirements)
+    if not stamp.exists() or stamp.read_text() != wanted:
+        print(f"installing {name}: {' '.join(requirements)}", file=sys.stderr)
+        venv.create(place, clear=True, with_pip=True)
+        subprocess.run([place / "bin" / "pip", "install", "-qq", *requirements], check=True)
+        stamp.write_text(wanted)
+    return place / "bin"
