@@ -1,9 +1,9 @@
 """What does it cost to remember a conversation? 200 turns against a model whose answers cost nothing.
 
-A client sends the whole conversation with every call, so reading the request grows with it, and so do the ids that the
-engine is asked to continue: both are inherent in the wire and are shown apart. What is ours (recognising the
-conversation, rendering, tokenising, recording) must cost what the new turn costs, and the bytes stored must grow by
-what is new. The peer of the same run renders the whole conversation and digests every message on each call.
+A client sends the whole conversation with every call, so reading its JSON and comparing it with what is known grow with
+it, and so do the ids that the engine is asked to continue: these are inherent in the wire and are shown apart. The rest
+(placing the call in the tree, rendering, tokenising, recording) must cost what the new turn costs, and the bytes stored
+must grow by what is new. The peer of the same run renders the whole conversation and digests every message each time.
 """
 
 import gc
@@ -21,8 +21,9 @@ from areal.api.io_struct import ModelResponse
 from areal.engine.builtin.tokenizer import make_tokenizer
 from areal.trajectory import Renderer, Tree
 from areal.trajectory.answer import read_answer
-from areal.trajectory.completion import Completion
-from areal.trajectory.lines import Lines
+from areal.trajectory.completion import Completion, Prompt
+from areal.trajectory.lines import Line, Lines, Meant
+from areal.trajectory.meaning import Message
 from areal.trajectory.parsers import ToolCall
 from benchmarks.report import Aim, main
 
@@ -55,15 +56,38 @@ class Costs:
     """Microseconds by turn, and bytes stored after each."""
 
     request: list[float] = field(default_factory=list)
+    compare: list[float] = field(default_factory=list)
     engine_ids: list[float] = field(default_factory=list)
     ours: list[float] = field(default_factory=list)
     stored: list[int] = field(default_factory=list)
 
 
-class TimedTree(Tree):
-    """Knows how long it took to list the ids for the engine."""
+class TimedLines(Lines):
+    """Knows how long it takes to compare a request with the earlier ones."""
 
-    ids_seconds = 0.0
+    seconds = 0.0
+
+    def read(self, messages: list[Message], meant: Meant) -> Line:
+        began = time.perf_counter()
+        line = super().read(messages, meant)
+        self.seconds = time.perf_counter() - began
+        return line
+
+
+class TimedTree(Tree):
+    """Knows how long it takes to list the ids for the engine."""
+
+    def __init__(self, renderer: Renderer) -> None:
+        super().__init__(renderer)
+        self._lines: TimedLines = TimedLines()
+        self.ids_seconds = 0.0
+
+    @property
+    def compare_seconds(self) -> float:
+        return self._lines.seconds
+
+    def forget(self) -> None:
+        self._lines = TimedLines()
 
     def token_ids(self, completion: Completion) -> list[int]:
         began = time.perf_counter()
@@ -72,7 +96,7 @@ class TimedTree(Tree):
         return ids
 
 
-def converse(renderer: Renderer, turn: Turn, *, forget: bool = False) -> Costs:
+def converse(renderer: Renderer, turn: Turn, *, forget: bool = False, weigh: bool = False) -> Costs:
     """One conversation as a client holds it; `forget` = nothing of an earlier call is used to read the next."""
     tree, costs = TimedTree(renderer), Costs()
     messages: list[dict[str, Any]] = [{"role": "system", "content": WORDS}, {"role": "user", "content": WORDS}]
@@ -81,17 +105,23 @@ def converse(renderer: Renderer, turn: Turn, *, forget: bool = False) -> Costs:
         output = [*renderer.encode(answer), renderer.tokenizer.eos_token_id]
         wire = orjson.dumps(messages)
         if forget:
-            tree._lines = Lines()
+            tree.forget()
         tree.ids_seconds = 0.0
+        gc.disable()  # it runs when it likes, and would be charged to turns at random
         began = time.perf_counter()
         request = orjson.loads(wire)
         read = time.perf_counter()
-        record(tree, request, output, number)
+        prompt = record(tree, request, output, number)
         ended = time.perf_counter()
+        del prompt
+        freed = time.perf_counter()
+        gc.enable()
         costs.request.append(1e6 * (read - began))
-        costs.engine_ids.append(1e6 * tree.ids_seconds)
-        costs.ours.append(1e6 * (ended - read - tree.ids_seconds))
-        costs.stored.append(stored_bytes(tree))
+        costs.engine_ids.append(1e6 * (tree.ids_seconds + freed - ended))
+        costs.compare.append(1e6 * tree.compare_seconds)
+        costs.ours.append(1e6 * (ended - read - tree.ids_seconds - tree.compare_seconds))
+        if weigh:
+            costs.stored.append(stored_bytes(tree))
         message = tree.completions[-1].message
         call_id = "".join(call["id"] for call in message.get("tool_calls", ()))
         messages = [*messages, message, *({**each, "tool_call_id": call_id} for each in said)]
@@ -99,13 +129,14 @@ def converse(renderer: Renderer, turn: Turn, *, forget: bool = False) -> Costs:
     return costs
 
 
-def record(tree: Tree, messages: list[dict[str, Any]], output: list[int], number: int) -> None:
+def record(tree: Tree, messages: list[dict[str, Any]], output: list[int], number: int) -> Prompt:
     """What the proxy does with the tree for one call."""
     prompt = tree.prompt(messages, TOOLS)
     count = len(output)
     response = ModelResponse(prompt.ids, output, [-1.0] * count, [0] * count, "stop")
     answer = read_answer(tree.renderer, response, completion_id=str(number), stop_ids=output[-1:], tools=prompt.tools)
     tree.add(prompt, response, answer, completion_id=f"chatcmpl-{number}", temperature=1.0)
+    return prompt
 
 
 def stored_bytes(tree: Tree) -> int:
@@ -132,23 +163,26 @@ def best_of(rounds: list[Costs]) -> Costs:
     def least(name: str) -> list[float]:
         return [min(values) for values in zip(*(getattr(costs, name) for costs in rounds), strict=True)]
 
-    return Costs(least("request"), least("engine_ids"), least("ours"), rounds[-1].stored)
+    return Costs(least("request"), least("compare"), least("engine_ids"), least("ours"))
+
+
+def early_and_late(values: list[float]) -> dict[str, float]:
+    early, late = (round(statistics.median(values[where]), 1) for where in (EARLY, LATE))
+    return {"turns_20_40": early, "turns_180_200": late}
 
 
 def figures_of(costs: Costs) -> dict[str, Any]:
-    def at(values: list[float], where: slice) -> float:
-        return round(statistics.median(values[where]), 1)
-
     return {
         "stored_bytes": costs.stored[-1],
         "stored_bytes_per_turn": round((costs.stored[-1] - costs.stored[19]) / (TURNS - 20)),
         "stored_exponent": round(exponent([float(size) for size in costs.stored]), 3),
-        "ours_us": {"turns_20_40": at(costs.ours, EARLY), "turns_180_200": at(costs.ours, LATE)},
+        "ours_us": early_and_late(costs.ours),
         "ours_mean_us": round(statistics.fmean(costs.ours), 1),
         "ours_exponent": round(exponent(costs.ours), 3),
         "inherent_us": {
-            "request_json": {"turns_20_40": at(costs.request, EARLY), "turns_180_200": at(costs.request, LATE)},
-            "engine_ids": {"turns_20_40": at(costs.engine_ids, EARLY), "turns_180_200": at(costs.engine_ids, LATE)},
+            "request_json": early_and_late(costs.request),
+            "compare": early_and_late(costs.compare),
+            "engine_ids": early_and_late(costs.engine_ids),
         },
     }
 
@@ -161,8 +195,11 @@ def run() -> tuple[dict[str, Any], list[Aim]]:
         renderer, whole = Renderer(tokenizer), Renderer(tokenizer)
         whole.windows.trusted = False
         costs = best_of([converse(renderer, turn) for _ in range(ROUNDS)])
+        costs.stored = converse(renderer, turn, weigh=True).stored
         peer = best_of([converse(whole, turn, forget=True) for _ in range(2)])
-        found = figures_of(costs) | {"peer_ours_us": figures_of(peer)["ours_us"]}
+        found = figures_of(costs) | {
+            "peer_us": early_and_late(list(map(sum, zip(peer.ours, peer.compare, strict=True))))
+        }
         figures[name] = found
         growth = found["ours_us"]["turns_180_200"] / found["ours_us"]["turns_20_40"]
         aims += [

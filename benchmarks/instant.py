@@ -1,18 +1,19 @@
 """The proxy on an engine that costs nothing, as a process: `python -m benchmarks.instant SESSIONS`.
 
-Prints one JSON line (origin, sessions' base URLs and keys), answers `{"cpu": …, "rss": …}` for every line it reads, and
-ends at the end of its input. With `--upstream` it is a bare OpenAI-compatible server with a constant answer instead: what
-another proxy is pointed at.
+Prints one JSON line (origin, sessions' base URLs and keys), answers `{"cpu": …, "rss": …}` for every line it reads,
+and ends at the end of its input. With `--upstream` it is a bare OpenAI-compatible server with a constant answer
+instead: what another proxy is pointed at.
 """
 
 import asyncio
 import json
 import sys
 import time
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from areal.api.engine_api import EngineHealth, WeightUpdate
-from areal.api.io_struct import ModelRequest, ModelResponse
+from areal.api.io_struct import ModelRequest, ModelResponse, TokenChunk
 
 ANSWER = "1259"
 
@@ -26,6 +27,10 @@ class InstantEngine:
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
         count = len(self._answer)
         return ModelResponse(req.input_ids, list(self._answer), [-0.1] * count, [0] * count, "stop", {0: "instant"})
+
+    async def astream(self, req: ModelRequest) -> AsyncGenerator[TokenChunk, None]:
+        answer = await self.agenerate(req)
+        yield TokenChunk(answer.output_tokens, answer.output_logprobs, answer.output_versions, answer)
 
     async def update_weights(self, update: WeightUpdate) -> None: ...
     async def pause(self) -> None: ...
@@ -59,9 +64,7 @@ def upstream_app() -> Any:
             "object": "chat.completion",
             "created": 0,
             "model": "instant",
-            "choices": [
-                {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": ANSWER}, "logprobs": None}
-            ],
+            "choices": [{"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": ANSWER}}],
             "usage": {"prompt_tokens": 10, "completion_tokens": 5, "total_tokens": 15},
         }
     ).encode()

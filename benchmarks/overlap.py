@@ -1,8 +1,9 @@
 """Does generation go on while the trainer trains? The same steps with rollout.max_head_offpolicyness (η) 0 and 2.
 
-Two agents on the built-in model: one that calls the model once (bound by the processors), and one that awaits a tool for
-0.3 s first (bound by waiting). The peer of η = 2 is η = 0 of the same run. Overlap is the share of training time in which
-the engine produced tokens too, from recorded intervals.
+On the built-in model: RLVRWorkflow and an OpenAI-SDK agent, both bound by the processors, and an agent that awaits a
+tool for 0.3 s first, bound by waiting. The peer of η = 2 is η = 0 of the same run. Overlap is the share of training
+time in which the engine produced tokens too, from recorded intervals (decode steps less than 5 ms apart count as one
+interval).
 """
 
 import asyncio
@@ -54,8 +55,12 @@ def train(agent: str, staleness: int, steps: int, *overrides: str) -> dict[str, 
 
 def run() -> tuple[dict[str, Any], list[Aim]]:
     plain, slow = "areal.workflow.openai.math_agent.MathAgent", "benchmarks.overlap.SlowToolAgent"
+    direct = "areal.workflow.RLVRWorkflow"
     small = ("train_dataset.batch_size=4",)
+    scored = ("reward_fn=areal.reward.exact_match_reward",)
     runs = {
+        "direct_0": train(direct, 0, 40, *scored),
+        "direct_2": train(direct, 2, 40, *scored),
         "plain_0": train(plain, 0, 40),
         "plain_2": train(plain, 2, 40),
         "slow_tool_0": train(slow, 0, 30, *small),
@@ -65,11 +70,13 @@ def run() -> tuple[dict[str, Any], list[Aim]]:
     overlaps = {name: summary["overlap"] for name, summary in runs.items()}
     ratio = seconds["slow_tool_2"] / seconds["slow_tool_0"]
     aims = [
-        Aim.at_least("share of training time in which the engine produced tokens, η = 2", overlaps["plain_2"], 0.7),
-        Aim.at_most("the same at η = 0", overlaps["plain_0"], 0.0),
+        Aim.at_least("share of training time with tokens produced, RLVRWorkflow, η = 2", overlaps["direct_2"], 0.7),
+        Aim.at_least("share of training time with tokens produced, SDK agent, η = 2", overlaps["plain_2"], 0.7),
+        Aim.at_most("the same at η = 0, the larger of both", max(overlaps["direct_0"], overlaps["plain_0"]), 0.0),
         Aim.at_most("time of η = 2 over η = 0, agent that awaits a 0.3 s tool", ratio, 0.7),
     ]
-    return {"seconds": seconds, "overlap": overlaps, "speedup_plain": seconds["plain_0"] / seconds["plain_2"]}, aims
+    speedups = {name: seconds[f"{name}_0"] / seconds[f"{name}_2"] for name in ("direct", "plain", "slow_tool")}
+    return {"seconds": seconds, "overlap": overlaps, "speedup": speedups}, aims
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """What the proxy adds to a model call: latency and processor time, over TCP and in process, beside LiteLLM's proxy.
 
-The engine behind it costs nothing. Calls are driven by a raw client (aiohttp, no SDK) in this process; the proxy is a process
-of its own, one worker. LiteLLM runs in an environment of its own and forwards to a bare server with a constant answer.
+The engine behind it costs nothing. Calls are driven by a raw client (aiohttp, no SDK) in this process; the proxy is a
+process of its own, one worker. LiteLLM runs in an environment of its own and forwards to a bare server with a
+constant answer.
 """
 
 import asyncio
@@ -52,7 +53,9 @@ async def measure(call: Call, concurrency: int, calls: int) -> dict[str, float]:
     }
 
 
-async def over_tcp(urls: list[str], keys: list[str], cpu: Callable[[], float], sizes: tuple[int, ...]) -> dict[str, Any]:
+async def over_tcp(
+    urls: list[str], keys: list[str], cpu: Callable[[], float], sizes: tuple[int, ...]
+) -> dict[str, Any]:
     body = json.dumps(BODY)
     figures = {}
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
@@ -76,6 +79,7 @@ async def in_process() -> dict[str, Any]:
     from openai import AsyncOpenAI
 
     proxy = await instant_proxy()
+    memory = await session_memory(proxy)  # first: later it would grow into memory that others had freed
     sessions = [proxy.open_session() for _ in range(1000)]
     clients = [
         AsyncOpenAI(base_url=s.base_url, api_key=s.api_key, http_client=proxy.http_client, max_retries=0)
@@ -92,7 +96,7 @@ async def in_process() -> dict[str, Any]:
     async def sdk(number: int) -> None:
         await clients[number].chat.completions.create(**BODY)  # type: ignore[call-overload]
 
-    figures: dict[str, Any] = {}
+    figures: dict[str, Any] = {"memory": memory}
     for name, call, sizes in (("raw", raw, CONCURRENCIES), ("openai_sdk", sdk, (1, 64))):
         await measure(call, 1, 50)
         figures[name] = {}
@@ -101,7 +105,6 @@ async def in_process() -> dict[str, Any]:
             result = await measure(call, concurrency, max(400, 2 * concurrency))
             used = (time.process_time() - before) / result["calls"] * 1e6
             figures[name][str(concurrency)] = result | {"cpu_us_per_call": used}
-    figures["memory"] = await session_memory(proxy)
     await proxy.aclose()
     return figures
 
@@ -145,17 +148,19 @@ def process(*argv: str, **options: Any) -> Iterator[subprocess.Popen[str]]:
 
 def ours() -> dict[str, Any]:
     with process(sys.executable, "-m", "benchmarks.instant", "1000", stdout=subprocess.PIPE) as server:
-        assert server.stdout is not None and server.stdin is not None
-        sessions = json.loads(server.stdout.readline())["sessions"]
-
-        def cpu() -> float:
-            assert server.stdout is not None and server.stdin is not None
-            server.stdin.write("\n")
-            server.stdin.flush()
-            return float(json.loads(server.stdout.readline())["cpu"])
-
+        sessions = _ask(server)["sessions"]
         urls, keys = [url for url, _ in sessions], [key for _, key in sessions]
-        return asyncio.run(over_tcp(urls, keys, cpu, CONCURRENCIES))
+        return asyncio.run(over_tcp(urls, keys, lambda: float(_ask(server, "\n")["cpu"]), CONCURRENCIES))
+
+
+def _ask(server: subprocess.Popen[str], question: str = "") -> dict[str, Any]:
+    """The next line that the server prints, after `question` was written to it."""
+    assert server.stdin is not None
+    assert server.stdout is not None
+    server.stdin.write(question)
+    server.stdin.flush()
+    answer: dict[str, Any] = json.loads(server.stdout.readline())
+    return answer
 
 
 def litellm() -> dict[str, Any]:
@@ -165,8 +170,7 @@ def litellm() -> dict[str, Any]:
         tempfile.TemporaryDirectory() as place,
         process(sys.executable, "-m", "benchmarks.instant", "--upstream", stdout=subprocess.PIPE) as upstream,
     ):
-        assert upstream.stdout is not None
-        port = json.loads(upstream.stdout.readline())["port"]
+        port = _ask(upstream)["port"]
         config = Path(place) / "config.yaml"
         params = {"model": "openai/instant", "api_base": f"http://127.0.0.1:{port}/v1", "api_key": "none"}
         config.write_text(json.dumps({"model_list": [{"model_name": "default", "litellm_params": params}]}))

@@ -31,11 +31,23 @@ def _declare_chat(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", metavar="DIR", help="a saved model: the path that training printed at its end")
 
 
+def _declare_serve(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default="builtin:tiny-math", help="a saved model, builtin:NAME or a hub id")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; beyond loopback it needs --api-key")
+    parser.add_argument("--port", type=int, default=8000, help="0 = a free one")
+    parser.add_argument("--api-key", metavar="KEY", help="what clients must send; without it one is made and printed")
+
+
 VERBS = {
     "train": Verb(
         "train an agent's model",
         _declare_train,
         "areal train --config examples/agent_workflow/config.yaml seed=2",
+    ),
+    "serve": Verb(
+        "serve a model to any client of OpenAI's or Anthropic's wire",
+        _declare_serve,
+        "areal serve --model builtin:tiny-math --port 8000 --api-key KEY",
     ),
     "chat": Verb("talk to a saved model in the terminal", _declare_chat, "areal chat DIR"),
 }

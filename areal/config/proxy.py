@@ -22,6 +22,10 @@ class ProxyLimits:
     """Time a client may take to send its body."""
     call_timeout_seconds: float = 3600.0
     """Time the engine may take for one call; longer is answered 503."""
+    session_timeout_seconds: float = 3600.0
+    """Time that a session opened over HTTP may stay open before it is ended for its agent."""
+    reward_timeout_seconds: float = 600.0
+    """Time behind the end of such a session in which its reward may still come."""
     remembered_answers: int = 64
     """Answers of a session that a retry is given again; one of an older call is a new sample."""
     remembered_ended_sessions: int = 10_000

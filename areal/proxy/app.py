@@ -1,7 +1,8 @@
 """The HTTP app: routes, who may pass, and the way from bytes to a reply. Both doors run it.
 
 Every route is there with and without `/v1`, and with and without a session's `/s/TOKEN`; `/v1` may even come twice,
-because some SDKs add it to a base URL that has it. All routes but health need a session.
+because some SDKs add it to a base URL that has it. All routes but health need a session;
+those that manage sessions need the admin key.
 """
 
 import asyncio
@@ -18,7 +19,9 @@ from starlette.routing import Route
 
 from areal.api.engine_api import InferenceEngine
 from areal.api.errors import EngineError
+from areal.proxy.admin import Admin
 from areal.proxy.attendance import Attendance
+from areal.proxy.credentials import keys_of
 from areal.proxy.delivery import EventStream, WholeAnswer
 from areal.proxy.dialects import Dialect, chat, messages, responses
 from areal.proxy.dialects.terms import Terms
@@ -39,10 +42,16 @@ PREFIXES = ("/s/{token}/v1", "/v1", "/s/{token}", "", "/s/{token}/v1/v1", "/v1/v
 
 class App:
     def __init__(
-        self, sessions: Sessions, generation: Generation, limits: ProxyLimits, drop_params: bool = False
+        self,
+        sessions: Sessions,
+        generation: Generation,
+        admin: Admin,
+        limits: ProxyLimits,
+        drop_params: bool = False,
     ) -> None:
         self._sessions = sessions
         self._generation = generation
+        self._admin = admin
         self._limits = limits
         self._terms = Terms(limits.max_choices, drop_params)
         self._log = logging.getLogger("proxy")
@@ -59,6 +68,11 @@ class App:
             Route(prefix + path, endpoint, methods=[method])
             for method, path, endpoint in endpoints
             for prefix in PREFIXES
+        ]
+        routes += [
+            Route(prefix + path, self._guarded(endpoint, chat), methods=[method])
+            for method, path, endpoint in self._admin.endpoints()
+            for prefix in ("", "/v1")
         ]
         app = Starlette(routes=routes, exception_handlers={HTTPException: self._no_route})
         app.router.redirect_slashes = False
@@ -126,9 +140,7 @@ class App:
         return _json({"status": "ok", "version": health.version})
 
     def _identify(self, request: Request) -> Session:
-        scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
-        keys = [bearer.strip() if scheme.lower() == "bearer" else "", request.headers.get("x-api-key", "")]
-        return self._sessions.identify(request.path_params.get("token"), [key for key in keys if key])
+        return self._sessions.identify(request.path_params.get("token"), keys_of(request))
 
 
 def _json(value: dict[str, Any]) -> Response:

@@ -39,8 +39,8 @@ class Delivery(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            with self._attendance:
-                async with self._claim() as flight:
+            async with self._claim() as flight:
+                with self._attendance:
                     await self._deliver(flight, send)
                     flight.delivered()
         except ClientGone:

@@ -23,6 +23,7 @@ from areal.proxy.token_text import byte_token_ids
 from areal.trajectory.answer import read_answer
 from areal.trajectory.completion import Completion, Prompt
 from areal.trajectory.renderer import Renderer
+from areal.trajectory.tree import Tree
 
 
 def _unique_names() -> Iterator[str]:
@@ -36,6 +37,8 @@ class _Question:
     """A call that is ready for the engine."""
 
     session: Session
+    tree: Tree
+    """Where its answers are recorded: the session's, when it was asked."""
     call: Call
     prompt: Prompt
     gconfig: GenerationHyperparameters
@@ -152,7 +155,11 @@ class Generation:
                 yield chunk
 
     def _question(self, session: Session, call: Call) -> _Question:
-        prompt = session.tree.prompt(conversation(session, call), call.tools)
+        if session.turns_kept is not None and len(session.tree.completions) >= session.turns_kept:
+            session.tree = Tree(self.renderer)
+            session.instructed.clear()
+        tree = session.tree
+        prompt = tree.prompt(conversation(session, call), call.tools)
         grammar = self._constraints.of(call, thinking=prompt.thinking)
         gconfig = sampling(
             session.gconfig,
@@ -161,7 +168,8 @@ class Generation:
             max_positions=self._max_positions,
             call_end=None if grammar else self.renderer.format.calls.call_end,
         )
-        return _Question(session, call, prompt, gconfig, grammar, next(self._names), call.model or self.model_name)
+        model = call.model or self.model_name
+        return _Question(session, tree, call, prompt, gconfig, grammar, next(self._names), model)
 
     async def _generate(self, question: _Question) -> list[ModelResponse]:
         if question.call.n == 1:
@@ -191,8 +199,7 @@ class Generation:
             tools=question.prompt.tools,
             thinking=question.prompt.thinking,
         )
-        session = question.session
-        completion = session.tree.add(
+        completion = question.tree.add(
             question.prompt,
             response,
             answer,
@@ -201,7 +208,7 @@ class Generation:
             choice=choice,
         )
         if question.call.instructions is not None:
-            session.instructed.add(completion.id)
+            question.session.instructed.add(completion.id)
         return completion
 
     def _reply(self, question: _Question, choices: list[Completion]) -> Reply:

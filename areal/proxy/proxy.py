@@ -6,13 +6,16 @@ to the same URL stay in the process.
 
 import asyncio
 import importlib
+import secrets
 from typing import Any
 
 import httpx
 
 from areal.api.engine_api import InferenceEngine
 from areal.config.generation import GenerationHyperparameters
+from areal.proxy.admin import Admin
 from areal.proxy.app import App
+from areal.proxy.desk import Desk
 from areal.proxy.generation import Generation
 from areal.proxy.limits import ProxyLimits
 from areal.proxy.server import Server
@@ -37,20 +40,27 @@ class Proxy:
         tool_parser: str | None = None,
         reasoning_parser: str | None = None,
         model_name: str = "default",
+        admin_key: str | None = None,
+        self_reward: bool = False,
     ) -> None:
-        """`limits` to `reasoning_parser` are those of `ProxyConfig`."""
+        """`limits` to `reasoning_parser` are those of `ProxyConfig`; `admin_key` None = one made for this proxy."""
         limits = limits or ProxyLimits()
         self._renderer = Renderer(tokenizer, tool_parser, reasoning_parser)
         self._generation = Generation(engine, self._renderer, max_positions, model_name, limits.call_timeout_seconds)
         self._gconfig = self._generation.defaults(gconfig)
         self._sessions = Sessions(limits)
-        self._app = App(self._sessions, self._generation, limits, drop_params).asgi()
+        self.admin_key = admin_key or f"sk-areal-admin-{secrets.token_hex(24)}"
+        """Manages sessions over HTTP, and calls no model."""
+        self.desk = Desk(self.open_session, self.end_session, limits)
+        """Sessions that are managed over HTTP."""
+        admin = Admin(self.desk, self._sessions, limits, self.admin_key, self_reward)
+        self._app = App(self._sessions, self._generation, admin, limits, drop_params).asgi()
         self._server: Server | None = None
         self._clients: dict[str, Any] = {}
 
-    async def start(self, host: str = "127.0.0.1", port: int = 0) -> None:
-        """Listen; port 0 = a free one. Only loopback hosts are allowed."""
-        server = Server(self._app, host, port)
+    async def start(self, host: str = "127.0.0.1", port: int = 0, *, exposed: bool = False) -> None:
+        """Listen; port 0 = a free one. Hosts beyond loopback only where `exposed` says so."""
+        server = Server(self._app, host, port, exposed=exposed)
         await server.start()
         self._server = server
 
@@ -74,10 +84,10 @@ class Proxy:
         """Sessions open now."""
         return len(self._sessions)
 
-    def open_session(self, *, gconfig: GenerationHyperparameters | None = None) -> Session:
+    def open_session(self, *, gconfig: GenerationHyperparameters | None = None, api_key: str | None = None) -> Session:
         """A conversation space with its own key; `gconfig` = how to sample where a request says nothing."""
         sampling = self._gconfig if gconfig is None else self._generation.defaults(gconfig)
-        return self._sessions.open(self.origin, Tree(self._renderer), sampling)
+        return self._sessions.open(self.origin, Tree(self._renderer), sampling, api_key=api_key)
 
     async def end_session(self, session: Session) -> None:
         """Refuse its key from now on (410) and abort its running calls; its tree stays readable."""
@@ -90,6 +100,7 @@ class Proxy:
         session.tree.forget_lost()
 
     async def aclose(self) -> None:
+        await self.desk.aclose()
         for session in self._sessions:
             await self.end_session(session)
         for client in self._clients.values():

@@ -16,8 +16,10 @@ STOP_SECONDS = 5.0
 
 
 class Server:
-    def __init__(self, app: ASGIApp, host: str, port: int) -> None:
-        _require_loopback(host)
+    def __init__(self, app: ASGIApp, host: str, port: int, *, exposed: bool = False) -> None:
+        """`exposed` = it may listen beyond this machine."""
+        if not exposed and not is_loopback(host):
+            raise ConfigError(f"the proxy listens on loopback addresses only, got {host!r}; use 127.0.0.1")
         self._socket = _bind(host, port)
         self.origin = _origin(self._socket)
         self._uvicorn = _Uvicorn(
@@ -75,17 +77,18 @@ class _Uvicorn(uvicorn.Server):
         await self.ending.wait()
 
 
-def _require_loopback(host: str) -> None:
+def is_loopback(host: str) -> bool:
     try:
-        loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
-        loopback = False
-    if not loopback:
-        raise ConfigError(f"the proxy listens on loopback addresses only, got {host!r}; use 127.0.0.1")
+        return False
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise ConfigError(f"the proxy cannot listen on {host}: {error}; use an address of this machine") from error
     listening = socket.socket(family, kind, protocol)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -39,6 +39,8 @@ class Session:
     budget: Budget
     calls: set[asyncio.Task[Any]] = field(default_factory=set)
     """The tasks that answer its calls now."""
+    turns_kept: int | None = None
+    """A standing session forgets its conversations, and begins anew, beyond this many answers; None = it never does."""
     instructed: set[str] = field(default_factory=set)
     """Answers whose conversation begins with instructions that were given for them alone."""
     ended: bool = False
@@ -56,13 +58,17 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._by_credential) // 2
 
-    def open(self, origin: str, tree: Tree, gconfig: GenerationHyperparameters) -> Session:
+    def open(
+        self, origin: str, tree: Tree, gconfig: GenerationHyperparameters, *, api_key: str | None = None
+    ) -> Session:
+        """`api_key` is one that was agreed upon; None = a new one."""
         if len(self) >= self._limits.max_sessions:
             raise SessionLimitReached(
                 f"at most {self._limits.max_sessions} sessions may be open (proxy.limits.max_sessions); end some first"
             )
         random = secrets.token_hex(48)
-        token, key = random[:48], f"sk-areal-{random[48:]}"
+        token, key = random[:48], api_key or f"sk-areal-{random[48:]}"
+        assert not self.was_issued(key), "a key names one session"
         retries, budget = Retries(self._limits.remembered_answers), Budget(self._limits.max_tokens_per_session)
         session = Session(f"{origin}/s/{token}/v1", key, token, tree, gconfig, retries, budget)
         self._by_credential[token] = self._by_credential[key] = session
@@ -81,9 +87,9 @@ class Sessions:
         if token is not None:
             session = self._named(token, "the base_url names no session; " + REMEDY)
         else:
-            session = self._named(next(filter(self._was_issued, keys), ""), _refusal(keys))
+            session = self._named(next(filter(self.was_issued, keys), ""), _refusal(keys))
         for key in keys:
-            if self._was_issued(key) and self._by_credential.get(key) is not session:
+            if self.was_issued(key) and self._by_credential.get(key) is not session:
                 raise unauthorized("the request's credentials belong to different sessions; " + REMEDY)
         return session
 
@@ -93,7 +99,8 @@ class Sessions:
             return session
         raise session_ended() if credential in self._ended else unauthorized(otherwise)
 
-    def _was_issued(self, key: str) -> bool:
+    def was_issued(self, key: str) -> bool:
+        """Whether it is, or was, a session's."""
         return key in self._by_credential or key in self._ended
 
 

@@ -76,6 +76,9 @@ def in_process_transport(module: ModuleType, app: ASGIApp) -> Any:
             try:
                 status, headers = await _timed(call.start(timeout))
                 first, more = await _timed(call.chunk(timeout))
+                if not more:
+                    # The app must know that its answer arrived before the client, who may end the session, goes on.
+                    await call.aclose()
             except BaseException:
                 await call.aclose()
                 raise

@@ -34,7 +34,8 @@ def read_answer(
     ended = response.stop_reason == "stop" and bool(ids) and ids[-1] in stop_ids
     text = renderer.decode(ids[:-1] if ended else ids)
     said = renderer.format.read(before_stop(text, stop_texts), tools, thinking=thinking)
-    message: Message = {"role": "assistant", "content": said.content}
+    content = text if said.content == text else said.content  # one text where there is only text, not two
+    message: Message = {"role": "assistant", "content": content}
     if said.reasoning:
         message["reasoning_content"] = said.reasoning
     if said.calls:

@@ -8,7 +8,7 @@ from areal.api.messages import Array
 from areal.trajectory.meaning import Digest, Message
 
 
-@dataclass
+@dataclass(slots=True)
 class Prompt:
     """Where a call stands in the tree, and the token ids that the engine is asked to continue."""
 
@@ -29,7 +29,7 @@ class Prompt:
     """The prompt ends inside thinking, so the answer begins with it."""
 
 
-@dataclass
+@dataclass(slots=True)
 class Completion:
     """A finished answer. Arrays are 1-D and, but for `prompt_ids`, as long as the answer."""
 

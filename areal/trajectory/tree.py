@@ -165,7 +165,8 @@ class Tree:
 
     def _continuation(self, parent: Completion, newer: list[Message], path: Digest, tools: Tools, text: str) -> Prompt:
         new_ids = newer_ids(self.renderer, parent, text)
-        ids = [*self.token_ids(parent), *new_ids]
+        ids = self.token_ids(parent)
+        ids += new_ids
         return Prompt(ids, parent.index, True, new_ids, newer, path, tools, self.renderer.opens_thinking(text))
 
     def _branch(self, parent: int | None, messages: list[Message], path: Digest, tools: Tools, text: str) -> Prompt:

@@ -1,0 +1,78 @@
+"""`areal serve --model M --port P --api-key KEY`: the proxy on a model alone, for any client that takes a base URL.
+
+One standing session belongs to the key. It keeps what recent conversations need and forgets older ones. Loopback unless
+told otherwise; beyond loopback only with a key that the user chose. Ctrl-C and SIGTERM end it with code 0.
+"""
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+from areal.config.errors import ConfigError
+from areal.config.generation import GenerationHyperparameters
+from areal.proxy import Proxy
+from areal.proxy.server import is_loopback
+
+KEY_VARIABLE = "AREAL_API_KEY"
+TURNS_KEPT = 10_000
+"""Answers that the standing session remembers before it begins anew."""
+
+
+def run(args: argparse.Namespace) -> int:
+    key = _key(args.api_key, args.host)
+    from areal.engine.models import find_model
+
+    directory = find_model(args.model, lambda text: print(text, file=sys.stderr))
+    asyncio.run(_serve(args.model, directory, args.host, args.port, key))
+    return 0
+
+
+async def _serve(model: str, directory: Path, host: str, port: int, key: str | None) -> None:
+    from areal.engine.architecture import read_architecture
+    from areal.engine.server import load_engine
+    from areal.utils.hf_utils import load_hf_tokenizer
+
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    engine = load_engine(directory)
+    proxy = Proxy(
+        engine,
+        load_hf_tokenizer(directory),
+        gconfig=GenerationHyperparameters(),
+        max_positions=read_architecture(directory).max_positions,
+        model_name=model,
+    )
+    try:
+        await proxy.start(host, port, exposed=True)
+        session = proxy.open_session(api_key=key)
+        session.turns_kept = TURNS_KEPT
+        _announce(proxy.origin, model, session.api_key if key is None else None)
+        await stop.wait()
+    finally:
+        await proxy.aclose()
+        await engine.aclose()
+
+
+def _announce(origin: str, model: str, new_key: str | None) -> None:
+    print(f"{model} is served at {origin}/v1 (Ctrl-C ends it)")
+    if new_key is not None:
+        print(f"api key: {new_key}")
+    sys.stdout.flush()
+
+
+def _key(given: str | None, host: str) -> str | None:
+    """None = one is to be made."""
+    key = os.environ.get(KEY_VARIABLE) if given is None else given
+    if key is None:
+        if not is_loopback(host):
+            raise ConfigError(
+                f"serving on {host}, beyond this machine, needs --api-key (or {KEY_VARIABLE}); choose one"
+            )
+        return None
+    if not key.isascii() or not key.isprintable() or not key.strip() or " " in key:
+        raise ConfigError("--api-key must be visible ASCII characters without spaces, so that it fits a header")
+    return key
