@@ -14,7 +14,7 @@ from pathlib import Path
 from areal.config.errors import ConfigError
 from areal.config.generation import GenerationHyperparameters
 from areal.proxy import Proxy
-from areal.proxy.server import is_loopback
+from areal.utils.loopback import is_loopback
 
 KEY_VARIABLE = "AREAL_API_KEY"
 TURNS_KEPT = 10_000

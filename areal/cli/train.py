@@ -13,6 +13,8 @@ def run(args: argparse.Namespace) -> int:
         sys.path.insert(0, "")
     words = (["--config", args.config] if args.config else []) + args.overrides
     config, _ = load_expr_config(words, GRPOConfig)
+    if not config.workflow and config.rollout.agent.mode == "online":
+        config.workflow = "areal.rollout.online_door.OutsideAgent"
     if not config.workflow:
         raise ConfigError("workflow must name the agent to train; add workflow=my_module.MyAgent")
     from areal.trainer.ppo import PPOTrainer

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field, fields
 
 from areal.config.errors import require
+from areal.utils.loopback import is_loopback
 
 
 @dataclass
@@ -19,7 +20,7 @@ class ProxyLimits:
     max_choices: int = 128
     """Largest `n` of one request."""
     body_timeout_seconds: float = 30.0
-    """Time a client may take to send its body."""
+    """Time a client may take to send the head of a request, and then its body."""
     call_timeout_seconds: float = 3600.0
     """Time the engine may take for one call; longer is answered 503."""
     session_timeout_seconds: float = 3600.0
@@ -46,6 +47,12 @@ class ProxyLimits:
 
 @dataclass
 class ProxyConfig:
+    host: str = "127.0.0.1"
+    """Address that the proxy of a rollout worker listens on; beyond loopback it needs an admin_key."""
+    port: int = 0
+    """0 = a free one for each worker."""
+    admin_key: str = ""
+    """Manages sessions over HTTP and calls no model; empty = one is made for the run."""
     drop_params: bool = False
     """Go on without request parameters that cannot be honoured, with a line in the log, instead of answering 400."""
     tool_parser: str | None = None
@@ -53,3 +60,10 @@ class ProxyConfig:
     reasoning_parser: str | None = None
     """How it marks thinking: think, mistral, or none = thinking is text; None = as its chat template does."""
     limits: ProxyLimits = field(default_factory=ProxyLimits)
+
+    def __post_init__(self) -> None:
+        require(0 <= self.port < 65536, f"port must lie in [0, 65535], got {self.port}; use 0 for a free one")
+        require(
+            is_loopback(self.host) or self.admin_key != "",
+            f"host={self.host} lets other machines in and needs an explicit admin_key; set one, or use 127.0.0.1",
+        )

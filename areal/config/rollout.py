@@ -8,8 +8,11 @@ from areal.config.errors import require
 
 @dataclass
 class AgentConfig:
-    mode: Literal["inline", "subproc"] = "inline"
-    """Where an agent runs: inline = in the rollout worker's event loop; subproc = in processes that may be killed."""
+    mode: Literal["inline", "subproc", "online"] = "inline"
+    """Where an agent runs: inline = in the rollout worker's event loop; subproc = in processes that may be killed;
+    online = outside this system, from where it asks for sessions over HTTP."""
+    self_reward: bool = False
+    """Mode online: let a session's own key reward and end its session; else only the admin key can."""
     subproc_max_workers: int = 4
     """Processes of each rollout worker in mode subproc, each with one episode at a time."""
     timeout_seconds: float = 600.0
@@ -54,6 +57,10 @@ class RolloutConfig:
         for name in ("max_concurrent_rollouts", "max_idle_rejections", "num_workers"):
             value = getattr(self, name)
             require(value >= 1, f"{name} must be >= 1, got {value}")
+        require(
+            self.agent.mode != "online" or self.num_workers == 1,
+            f"agent.mode=online has one address for all agents, got num_workers={self.num_workers}; set it to 1",
+        )
         require(
             not self.in_process or self.num_workers == 1,
             f"in_process runs one worker inside the driver, got num_workers={self.num_workers}; set it to 1",

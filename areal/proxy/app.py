@@ -25,7 +25,7 @@ from areal.proxy.credentials import keys_of
 from areal.proxy.delivery import EventStream, WholeAnswer
 from areal.proxy.dialects import Dialect, chat, messages, responses
 from areal.proxy.dialects.terms import Terms
-from areal.proxy.errors import ApiError, ClientGone, engine_failed
+from areal.proxy.errors import ApiError, ClientGone, bad_request, engine_failed
 from areal.proxy.flights import Flight
 from areal.proxy.generation import Generation
 from areal.proxy.limits import ProxyLimits
@@ -98,6 +98,8 @@ class App:
         """Only what nobody foresaw is a 500."""
         if isinstance(error, ApiError):
             return error
+        if isinstance(error, RecursionError):  # JSON within a text, which nobody measured before it was read
+            return bad_request("the request is nested too deeply")
         self._log.error("a request to the proxy failed", exc_info=error)
         return ApiError(500, "the proxy failed; its log says why", kind="server_error")
 

@@ -20,6 +20,8 @@ class ApiError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
+        if self.status in (408, 413):  # the rest of the body is not waited for
+            return {"connection": "close"}
         return {"retry-after": str(RETRY_SECONDS)} if self.status in (429, 503) else {}
 
 

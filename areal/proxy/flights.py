@@ -109,7 +109,7 @@ class Flight:
         """A recorded answer that reached nobody belongs to no conversation until somebody asks for it again."""
         if self._listeners or self._flying:
             return
-        self._events = []
+        self._events, self._failure = [], None  # nobody comes back to a failure, and its frames hold much
         for completion in self.reply.choices if self.reply is not None else ():
             completion.lost = self.lost
 

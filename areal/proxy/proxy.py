@@ -45,6 +45,7 @@ class Proxy:
     ) -> None:
         """`limits` to `reasoning_parser` are those of `ProxyConfig`; `admin_key` None = one made for this proxy."""
         limits = limits or ProxyLimits()
+        self._limits = limits
         self._renderer = Renderer(tokenizer, tool_parser, reasoning_parser)
         self._generation = Generation(engine, self._renderer, max_positions, model_name, limits.call_timeout_seconds)
         self._gconfig = self._generation.defaults(gconfig)
@@ -60,7 +61,7 @@ class Proxy:
 
     async def start(self, host: str = "127.0.0.1", port: int = 0, *, exposed: bool = False) -> None:
         """Listen; port 0 = a free one. Hosts beyond loopback only where `exposed` says so."""
-        server = Server(self._app, host, port, exposed=exposed)
+        server = Server(self._app, host, port, head_seconds=self._limits.body_timeout_seconds, exposed=exposed)
         await server.start()
         self._server = server
 

@@ -9,6 +9,9 @@ from starlette.requests import Request
 from areal.proxy.errors import ApiError, bad_request
 from areal.proxy.limits import ProxyLimits
 
+MAX_DEPTH = 100
+"""Levels of nesting that a body may have."""
+
 
 async def read_body(request: Request, limits: ProxyLimits) -> bytes:
     """Raises ApiError 413 or 408."""
@@ -35,4 +38,21 @@ def parse_object(raw: bytes) -> dict[str, Any]:
         raise bad_request(f"the body must be JSON: {error}") from None
     if not isinstance(body, dict):
         raise bad_request(f"the body must be a JSON object, got {type(body).__name__}")
+    if raw.count(b"{") + raw.count(b"[") > MAX_DEPTH:
+        _require_shallow(body)
     return body
+
+
+def _require_shallow(body: dict[str, Any]) -> None:
+    """Level by level, because what walks it later recurses."""
+    level: list[Any] = [body]
+    for _ in range(MAX_DEPTH):
+        level = [
+            inner
+            for value in level
+            for inner in (value.values() if isinstance(value, dict) else value)
+            if isinstance(inner, dict | list)
+        ]
+        if not level:
+            return
+    raise bad_request(f"the body's JSON may be nested {MAX_DEPTH} levels deep")

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import ipaddress
 import socket
 from collections.abc import Iterator
 
@@ -10,14 +9,16 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from areal.config.errors import ConfigError
+from areal.proxy.patience import patient_protocol
+from areal.utils.loopback import is_loopback
 
 START_SECONDS = 10.0
 STOP_SECONDS = 5.0
 
 
 class Server:
-    def __init__(self, app: ASGIApp, host: str, port: int, *, exposed: bool = False) -> None:
-        """`exposed` = it may listen beyond this machine."""
+    def __init__(self, app: ASGIApp, host: str, port: int, *, head_seconds: float, exposed: bool = False) -> None:
+        """`head_seconds` = time a client has to say what it wants; `exposed` = it may listen beyond this machine."""
         if not exposed and not is_loopback(host):
             raise ConfigError(f"the proxy listens on loopback addresses only, got {host!r}; use 127.0.0.1")
         self._socket = _bind(host, port)
@@ -25,6 +26,7 @@ class Server:
         self._uvicorn = _Uvicorn(
             uvicorn.Config(
                 app,
+                http=patient_protocol(head_seconds),
                 log_config=None,
                 log_level="warning",
                 access_log=False,
@@ -75,13 +77,6 @@ class _Uvicorn(uvicorn.Server):
 
     async def main_loop(self) -> None:
         await self.ending.wait()
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _bind(host: str, port: int) -> socket.socket:

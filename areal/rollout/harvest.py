@@ -15,5 +15,10 @@ def harvest(tree: Tree, reward: Any, name: str, config: AgentConfig) -> Episode 
     if reward is None:
         raise NoInteractions(f"{name} returned None and finished no call of the model")
     assign_reward(tree, reward, name)
+    return gather(tree, config)
+
+
+def gather(tree: Tree, config: AgentConfig) -> Episode:
+    """The episode of a tree that has its rewards."""
     rows = export(tree, config.export_style, config.turn_discount)
     return Episode(rows, tree.reward, transcript(tree), calls=len(tree.completions))

@@ -32,6 +32,7 @@ from areal.rollout.client_environment import environment
 from areal.rollout.constructor import Fillers
 from areal.rollout.episodes import Digests, Door, run_episode
 from areal.rollout.naming import name_of
+from areal.rollout.online_door import OnlineDoor
 from areal.rollout.subproc_door import AgentPool, SubprocDoor
 from areal.rollout.workflow_door import WorkflowDoor
 from areal.rollout.workflows import WorkflowSpec, is_agent, is_rollout_workflow, load
@@ -81,10 +82,13 @@ class RolloutWorker:
             drop_params=setup.proxy.drop_params,
             tool_parser=setup.proxy.tool_parser,
             reasoning_parser=setup.proxy.reasoning_parser,
+            admin_key=setup.proxy.admin_key or None,
+            self_reward=setup.rollout.agent.self_reward,
         )
         worker = cls({}, proxy, engine, setup.rollout.agent.timeout_seconds)
         try:
-            await proxy.start()
+            # The config has seen to it that it is loopback, or that the admin key was chosen.
+            await proxy.start(setup.proxy.host, setup.proxy.port, exposed=True)
             # A client made without a session's address must not reach the internet by accident.
             nowhere = {"OPENAI_BASE_URL": f"{proxy.origin}/v1", "OPENAI_API_KEY": NO_SESSION_KEY}
             worker._held.enter_context(environment(nowhere))
@@ -128,8 +132,12 @@ async def _doors(
         pool = AgentPool(agent.subproc_max_workers)
         held.push_async_callback(pool.aclose)
 
-    async def door(packed: bytes) -> Door:
+    async def door(packed: bytes, online: bool = False) -> Door:
         spec = WorkflowSpec.unpack(packed)
+        if online and is_agent(spec):
+            outside = OnlineDoor(name_of(spec.target), proxy, agent, gconfig)
+            outside.announce(with_key=not setup.proxy.admin_key)
+            return outside
         if pool is not None and is_agent(spec):
             parcel = AgentParcel(packed, Fillers(gconfig, setup.tokenizer_path, setup.reward_fn))
             away = SubprocDoor(name_of(spec.target), parcel, pool, proxy, agent, gconfig)
@@ -140,7 +148,7 @@ async def _doors(
             return WorkflowDoor(workflow, engine, tokenizer)
         return AgentDoor(workflow, proxy, agent, gconfig)
 
-    train = await door(setup.workflow)
+    train = await door(setup.workflow, online=agent.mode == "online")
     same = setup.eval_workflow in (b"", setup.workflow)
     return {False: train, True: train if same else await door(setup.eval_workflow)}
 

@@ -25,8 +25,13 @@ def newer_text(
 ) -> str | None:
     """The text behind the parent's answer, given the messages before and behind it. None = a branch must begin."""
     part = window(before, newer) if renderer.windows.trusted and tools is parent.tools else before
-    text = _newer_text(renderer, parent, part, newer, tools)
-    if part is before or (text is not None and not renderer.windows.due(parent.depth)):
+    if part is before:
+        return _newer_text(renderer, parent, before, newer, tools)
+    try:
+        text = _newer_text(renderer, parent, part, newer, tools)
+    except RequestError:
+        text = None  # the template may accept the whole
+    if text is not None and not renderer.windows.due(parent.depth):
         return text
     whole = _newer_text(renderer, parent, before, newer, tools)
     if text is not None:

@@ -5,6 +5,9 @@ of each prefix, so that only what is new must be read.
 """
 
 from collections.abc import Callable
+from typing import Any
+
+import orjson
 
 from areal.trajectory.meaning import START, Digest, Message, call_ids, extend
 
@@ -24,6 +27,8 @@ class Line:
         """The place of the call that each id names."""
         self.thoughts: dict[int, str] = {}
         """The thinking that answers came with, by their places."""
+        self._truths: list[int] = []
+        """Places of calls with arguments that Python takes for others: `True == 1 == 1.0`."""
 
     @property
     def path(self) -> Digest:
@@ -33,9 +38,12 @@ class Line:
         """How many messages at the beginning are the same."""
         known = self.messages
         if messages[: len(known)] == known:
-            return len(known)
-        pairs = zip(known, messages, strict=False)
-        return next((place for place, (one, other) in enumerate(pairs) if one != other), min(len(known), len(messages)))
+            common = len(known)
+        else:
+            pairs = enumerate(zip(known, messages, strict=False))
+            common = next((place for place, (one, other) in pairs if one != other), min(len(known), len(messages)))
+        doubtful = (place for place in self._truths if place < common)
+        return next((place for place in doubtful if _exactly(known[place]) != _exactly(messages[place])), common)
 
     def append(self, message: Message, meant: Message) -> None:
         self._add(message, meant, extend(self.path, meant, self.call_ids))
@@ -53,8 +61,20 @@ class Line:
             self.call_ids[call_id] = f"{place}.{number}"
         if meant["role"] == "assistant" and meant.get("reasoning_content"):
             self.thoughts[place] = meant["reasoning_content"]
+        if any(_holds_truth(call["function"]["arguments"]) for call in message.get("tool_calls", ())):
+            self._truths.append(place)
         self.messages.append(message)
         self.digests.append(digest)
+
+
+def _exactly(message: Message) -> bytes:
+    return orjson.dumps(message["tool_calls"], option=orjson.OPT_SORT_KEYS)
+
+
+def _holds_truth(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_holds_truth, value.values()))
+    return any(map(_holds_truth, value)) if isinstance(value, list) else value in (0, 1)
 
 
 class Lines:

@@ -5,6 +5,7 @@ never tokenised again. A node's `parent` is the conversation it continues, and c
 the parent's ids only where `extends` is True.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -155,18 +156,17 @@ class Tree:
             path.append(self.completions[path[-1].parent])
         return path[::-1]
 
-    def token_ids(self, completion: Completion) -> list[int]:
-        """Every id from the beginning to the end of this answer."""
+    def token_ids(self, completion: Completion, newer: Sequence[int] = ()) -> list[int]:
+        """Every id from the beginning to the end of this answer, and the newer ones."""
         parts: list[Array] = []
         for node in self.token_path(completion):
             parts += (node.prompt_ids, node.output_ids)
-        ids: list[int] = np.concatenate(parts).tolist()
+        ids: list[int] = np.concatenate([*parts, np.asarray(newer, np.int32)]).tolist()
         return ids
 
     def _continuation(self, parent: Completion, newer: list[Message], path: Digest, tools: Tools, text: str) -> Prompt:
         new_ids = newer_ids(self.renderer, parent, text)
-        ids = self.token_ids(parent)
-        ids += new_ids
+        ids = self.token_ids(parent, new_ids)
         return Prompt(ids, parent.index, True, new_ids, newer, path, tools, self.renderer.opens_thinking(text))
 
     def _branch(self, parent: int | None, messages: list[Message], path: Digest, tools: Tools, text: str) -> Prompt:

@@ -1,5 +1,6 @@
-"""Calls to this very machine never go through a proxy."""
+"""Addresses of this very machine. Calls to them never go through a proxy."""
 
+import ipaddress
 from collections.abc import Mapping
 
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
@@ -13,3 +14,11 @@ def bypass_proxies(environ: Mapping[str, str]) -> dict[str, str]:
         hosts += [host for host in LOOPBACK_HOSTS if host not in hosts]
     value = ",".join(hosts)
     return {"NO_PROXY": value, "no_proxy": value}
+
+
+def is_loopback(host: str) -> bool:
+    """Whether nobody but this machine can reach what listens there."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

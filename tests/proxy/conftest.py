@@ -124,6 +124,7 @@ async def start_proxy(engine: ScriptedEngine, tokenizer: Any) -> AsyncIterator[S
         limits: ProxyLimits | None = None,
         *,
         drop_params: bool = False,
+        self_reward: bool = False,
         max_positions: int = POSITIONS,
         **gconfig: Any,
     ) -> Proxy:
@@ -135,6 +136,7 @@ async def start_proxy(engine: ScriptedEngine, tokenizer: Any) -> AsyncIterator[S
             max_positions=max_positions,
             limits=limits,
             drop_params=drop_params,
+            self_reward=self_reward,
         )
         started.append(proxy)
         await proxy.start()

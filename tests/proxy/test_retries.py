@@ -1,5 +1,4 @@
 import asyncio
-import contextlib
 import json
 
 import openai
@@ -7,7 +6,7 @@ import pytest
 
 from areal.api.errors import EngineError
 from areal.proxy import ProxyLimits
-from areal.proxy.app_call import AppCall
+from areal.proxy.app_call import AppCall, scope_of
 
 QUESTION = {"role": "user", "content": "Sort 5291"}
 ROUTES = {
@@ -166,26 +165,6 @@ async def test_call_is_aborted_when_all_its_clients_left(proxy, session, engine)
 
 async def test_retry_storm_leaves_one_node(proxy, session, engine):
     engine.hold = True
-    storm = [asyncio.create_task(post(proxy, session, retry(count % 5), stream=False)) for count in range(1, 50)]
-    await _calls(session, 49)
-    for call in storm[::2]:
-        call.cancel()
-    engine.release.set()
-    answers = [answer for answer in await asyncio.gather(*storm, return_exceptions=True) if not _cancelled(answer)]
-    assert {answer.status_code for answer in answers} == {200}
-    marked = [answer.json()["id"] for answer in answers]
-    # Every tenth of them bears a count of 0: those are samples of their own.
-    assert len(set(marked)) == len(session.tree.completions)
-    assert len(session.tree.completions) <= 1 + 10
-    assert engine.running == 0
-
-
-def _cancelled(answer):
-    return isinstance(answer, asyncio.CancelledError)
-
-
-async def test_storm_of_marked_retries_leaves_exactly_one_node(proxy, session, engine):
-    engine.hold = True
     storm = [asyncio.create_task(post(proxy, session, retry(1 + count % 3))) for count in range(60)]
     await _calls(session, 60)
     engine.release.set()
@@ -254,27 +233,19 @@ async def test_answer_that_was_never_delivered_is_not_exported(proxy, session, s
     await _lost_answer(proxy, session, stream)
     await post(proxy, session, messages=[QUESTION, {"role": "assistant", "content": "1259"}, QUESTION])
     await proxy.end_session(session)
-    assert [node.id for node in session.tree.completions][0] == kept
-    assert len(session.tree.completions) == 2
+    assert session.tree.completions[0].id == kept
     assert [node.index for node in session.tree.completions] == [0, 1]
     assert [node.parent for node in session.tree.completions] == [None, 0]
 
 
 async def _lost_answer(proxy, session, stream):
     """An answer that was recorded, but whose client left before it took it."""
-    body = json.dumps({"messages": [QUESTION], **({"stream": True} if stream else {"stream": False})})
-    request = proxy.http_client.build_request("POST", f"{session.base_url}/chat/completions", json=json.loads(body))
-    headers = [(name.lower(), value) for name, value in request.headers.raw]
-    scope = {
-        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http",
-        "path": request.url.path, "raw_path": request.url.raw_path, "query_string": b"", "root_path": "",
-        "headers": headers, "client": ("127.0.0.1", 0), "server": ("127.0.0.1", 0),
-    }  # fmt: skip
+    body = {"messages": [QUESTION], "stream": stream}
+    request = proxy.http_client.build_request("POST", f"{session.base_url}/chat/completions", json=body)
+    scope = scope_of("POST", request.url, request.headers.raw)
     before = len(session.tree.completions)
     call = AppCall(proxy._app, scope, request.content)
-    async with asyncio.timeout(WAIT_SECONDS):
-        while len(session.tree.completions) == before:
-            await asyncio.sleep(0)
+    await _until(lambda: len(session.tree.completions) > before)
     await call.aclose()
     return session.tree.completions[-1]
 
@@ -317,7 +288,13 @@ async def test_ending_the_session_ends_joined_calls(proxy, session, engine):
 
 async def _calls(session, count):
     """Wait until so many calls are being answered."""
-    async with asyncio.timeout(WAIT_SECONDS):
-        with contextlib.suppress(asyncio.CancelledError):
-            while len(session.calls) < count:
-                await asyncio.sleep(0)
+    await _until(lambda: len(session.calls) == count)
+
+
+async def _until(happened):
+    """In this process everything happens within a few turns of the loop."""
+    for _ in range(1000):
+        if happened():
+            return
+        await asyncio.sleep(0)
+    raise TimeoutError

@@ -86,7 +86,7 @@ SPELLINGS: list[Callable[[Message, AnswerFormat], Message]] = [
 
 
 def content_changed(message: Message) -> Message:
-    return {**message, "content": message["content"] + "!"}
+    return {**message, "content": message["content"] + " (edited)"}
 
 
 def thinking_changed(message: Message) -> Message:

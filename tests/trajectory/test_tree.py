@@ -167,6 +167,18 @@ def test_conversation_that_says_something_else_continues_nothing(talk, changed):
     assert prompt.ids == chat.ids(chat.tree.renderer.render(changed, None))
 
 
+def test_argument_that_only_python_takes_for_the_same_is_another(talk):
+    chat = talk("chatml")
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": [true]}}\n</tool_call>'
+    first = chat.say([user("q")], call, tools=TOOLS)
+    result = {"role": "tool", "content": "3", "tool_call_id": first.message["tool_calls"][0]["id"]}
+    chat.say([user("q"), first.message, result], "done", tools=TOOLS)
+    for arguments, parent in (({"a": [True]}, first.index), ({"a": [1]}, None)):
+        function = {"name": "add", "arguments": arguments}
+        changed = {**first.message, "tool_calls": [{**first.message["tool_calls"][0], "function": function}]}
+        assert chat.tree.prompt([user("q"), changed, result], TOOLS).parent == parent
+
+
 def test_other_tools_start_a_branch_of_the_same_conversation(talk):
     chat = talk("chatml")
     first = chat.say([user("hello")], "answer")

@@ -1,0 +1,310 @@
+import asyncio
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from areal.api.errors import EpisodeTimeout, RewardTimeout
+from areal.proxy import ProxyLimits
+
+QUESTION = {"role": "user", "content": "Sort 5291"}
+WAIT_SECONDS = 10
+ROOT = Path(__file__).parents[2]
+
+
+def bearer(key):
+    return {"authorization": f"Bearer {key}"}
+
+
+async def open_session(proxy, key=None, **options):
+    return await proxy.http_client.post(f"{proxy.origin}/sessions", headers=bearer(key or proxy.admin_key), **options)
+
+
+async def manage(proxy, visit, verb, body=None, key=None):
+    url = f"{proxy.origin}/sessions/{visit}/{verb}"
+    return await proxy.http_client.post(url, json=body, headers=bearer(key or proxy.admin_key))
+
+
+async def ask(proxy, opened):
+    url = f"{opened['base_url']}/chat/completions"
+    answer = await proxy.http_client.post(url, json={"messages": [QUESTION]}, headers=bearer(opened["api_key"]))
+    assert answer.status_code == 200
+    return answer.json()["id"]
+
+
+def visit_of(proxy, opened):
+    return proxy.desk.find(opened["session_id"])
+
+
+@pytest.mark.parametrize("prefix", ["", "/v1"])
+async def test_life_of_an_online_session_is_three_calls(proxy, prefix):
+    opened = await proxy.http_client.post(f"{proxy.origin}{prefix}/sessions", headers=bearer(proxy.admin_key))
+    assert opened.status_code == 201
+    opened = opened.json()
+    visit = visit_of(proxy, opened)
+    answer = await ask(proxy, opened)
+    rewarded = await manage(proxy, opened["session_id"], "reward", {"reward": 0.5})
+    assert rewarded.json() == {
+        "session_id": opened["session_id"],
+        "ended": False,
+        "rewarded": True,
+        "completions": [answer],
+    }
+    assert (await manage(proxy, opened["session_id"], "end")).json()["ended"] is True
+    assert await visit.outcome is True
+    assert visit.session.tree.last.reward == 0.5
+    assert len(proxy) == len(proxy.desk) == 0
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+async def test_documented_commands_work_with_nothing_but_curl(proxy):
+    waiting = asyncio.create_task(proxy.desk.expect(proxy.open_session, {}))
+    await asyncio.sleep(0)
+    commands = (ROOT / "docs/online.md").read_text().split("```bash\n")[2].split("```")[0]
+    shell = await asyncio.create_subprocess_exec(
+        "bash",
+        "-euo",
+        "pipefail",
+        "-c",
+        commands.replace("http://127.0.0.1:8123", proxy.origin),
+        env={**os.environ, "ADMIN_KEY": proxy.admin_key, "NO_PROXY": "127.0.0.1"},
+        stdout=asyncio.subprocess.PIPE,
+    )
+    async with asyncio.timeout(30):
+        said, _ = await shell.communicate()
+    assert shell.returncode == 0
+    assert b'"ended":true,"rewarded":true' in said
+    assert (await waiting).session.tree.reward == 1.0
+
+
+async def test_reward_may_come_behind_the_end(proxy):
+    opened = (await open_session(proxy)).json()
+    visit, answer = visit_of(proxy, opened), await ask(proxy, opened)
+    await manage(proxy, opened["session_id"], "end")
+    assert not visit.outcome.done()
+    assert (await manage(proxy, opened["session_id"], "reward", {"reward": {answer: 1}})).status_code == 200
+    assert await visit.outcome is True
+    assert visit.session.tree.last.reward == 1.0
+
+
+async def test_delete_ends_a_session(proxy):
+    opened = (await open_session(proxy)).json()
+    url = f"{proxy.origin}/sessions/{opened['session_id']}"
+    assert (await proxy.http_client.delete(url, headers=bearer(proxy.admin_key))).status_code == 200
+    assert len(proxy) == 0
+    assert (await proxy.http_client.delete(url, headers=bearer(proxy.admin_key))).status_code == 200
+
+
+async def test_reward_of_null_rejects_the_session(proxy):
+    opened = (await open_session(proxy)).json()
+    visit = visit_of(proxy, opened)
+    await manage(proxy, opened["session_id"], "reward", {"reward": None})
+    await manage(proxy, opened["session_id"], "end")
+    assert await visit.outcome is False
+
+
+async def test_complete_session_takes_no_more_rewards(proxy):
+    opened = (await open_session(proxy)).json()
+    await ask(proxy, opened)
+    await manage(proxy, opened["session_id"], "end")
+    assert (await manage(proxy, opened["session_id"], "reward", {"reward": 1})).status_code == 200
+    assert (await manage(proxy, opened["session_id"], "reward", {"reward": 2})).status_code == 409
+
+
+async def test_reward_that_comes_too_late_is_refused(start_proxy):
+    proxy = await start_proxy(ProxyLimits(reward_timeout_seconds=0.05))
+    opened = (await open_session(proxy)).json()
+    visit = visit_of(proxy, opened)
+    await ask(proxy, opened)
+    await manage(proxy, opened["session_id"], "end")
+    with pytest.raises(RewardTimeout):
+        async with asyncio.timeout(WAIT_SECONDS):
+            await visit.outcome
+    assert (await manage(proxy, opened["session_id"], "reward", {"reward": 1})).status_code == 409
+    assert len(proxy.desk) == 0
+
+
+async def test_session_that_is_never_ended_is_ended_for_its_agent(start_proxy, engine):
+    proxy = await start_proxy(ProxyLimits(session_timeout_seconds=0.05))
+    engine.hold = True
+    opened = (await open_session(proxy)).json()
+    visit = visit_of(proxy, opened)
+    url = f"{opened['base_url']}/chat/completions"
+    answer = await proxy.http_client.post(url, json={"messages": [QUESTION]})
+    assert answer.status_code == 410
+    with pytest.raises(EpisodeTimeout):
+        await visit.outcome
+    assert engine.running == 0
+    assert len(proxy) == len(proxy.desk) == 0
+
+
+@pytest.mark.parametrize(
+    "reward", ["1", [], {}, {"chatcmpl-unknown": 1}, {"chatcmpl-unknown": "x"}, [1], {"a": None}, "NaN"]
+)
+async def test_reward_that_means_nothing_is_refused(proxy, reward):
+    opened = (await open_session(proxy)).json()
+    await ask(proxy, opened)
+    answer = await manage(proxy, opened["session_id"], "reward", {"reward": reward})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "reward"
+    assert visit_of(proxy, opened).session.tree.last.reward is None
+
+
+@pytest.mark.parametrize("raw", ["", "[]", '{"reward": NaN}', '{"reward": 1e999}', "{}", '{"reward": 1, "to": 2}'])
+async def test_reward_must_be_json_and_finite(proxy, raw):
+    opened = (await open_session(proxy)).json()
+    await ask(proxy, opened)
+    url = f"{proxy.origin}/sessions/{opened['session_id']}/reward"
+    answer = await proxy.http_client.post(url, content=raw, headers=bearer(proxy.admin_key))
+    assert answer.status_code == 400
+
+
+async def test_reward_before_any_answer_is_a_conflict(proxy):
+    opened = (await open_session(proxy)).json()
+    answer = await manage(proxy, opened["session_id"], "reward", {"reward": 1})
+    assert answer.status_code == 409
+    assert answer.json()["error"]["code"] == "no_interactions"
+
+
+async def test_session_takes_no_settings(proxy):
+    assert (await open_session(proxy, content=b"{}")).status_code == 201
+    assert (await open_session(proxy, json={"gconfig": {}})).status_code == 400
+
+
+async def test_sessions_are_capped_over_http_too(start_proxy):
+    proxy = await start_proxy(ProxyLimits(max_sessions=2))
+    one = (await open_session(proxy)).json()
+    proxy.open_session()
+    refused = await open_session(proxy)
+    assert refused.status_code == 429
+    assert int(refused.headers["retry-after"]) >= 1
+    await manage(proxy, one["session_id"], "end")
+    assert (await open_session(proxy)).status_code == 201
+
+
+async def test_admin_key_is_made_for_each_proxy(start_proxy):
+    one, two = await start_proxy(), await start_proxy()
+    assert one.admin_key != two.admin_key
+    assert (await open_session(one, two.admin_key)).status_code == 401
+
+
+async def test_base_url_is_the_way_the_caller_came(proxy):
+    port = proxy.origin.rpartition(":")[2]
+    answer = await proxy.http_client.post(
+        f"{proxy.origin}/sessions", headers={**bearer(proxy.admin_key), "host": f"localhost:{port}"}
+    )
+    assert answer.json()["base_url"].startswith(f"http://localhost:{port}/s/")
+
+
+async def test_invitation_brings_a_task_and_waits_for_the_reward(proxy):
+    proxy.desk.by_invitation = True
+    assert (await open_session(proxy)).status_code == 429
+    waiting = asyncio.create_task(proxy.desk.expect(proxy.open_session, {"messages": [QUESTION]}))
+    await asyncio.sleep(0)
+    opened = (await open_session(proxy)).json()
+    assert opened["task"] == {"messages": [QUESTION]}
+    await ask(proxy, opened)
+    await manage(proxy, opened["session_id"], "end")
+    await manage(proxy, opened["session_id"], "reward", {"reward": 1})
+    visit = await waiting
+    assert visit.session.tree.reward == 1
+    assert (await open_session(proxy)).status_code == 429
+
+
+async def test_invitation_that_is_withdrawn_is_not_handed_out(proxy, engine):
+    proxy.desk.by_invitation = True
+    gone = asyncio.create_task(proxy.desk.expect(proxy.open_session, 1))
+    stays = asyncio.create_task(proxy.desk.expect(proxy.open_session, 2))
+    await asyncio.sleep(0)
+    gone.cancel()
+    await asyncio.wait((gone,))
+    opened = (await open_session(proxy)).json()
+    assert opened["task"] == 2
+    stays.cancel()
+    await asyncio.wait((stays,))
+    assert len(proxy) == len(proxy.desk) == 0
+    assert (await manage(proxy, opened["session_id"], "reward", {"reward": 1})).status_code == 409
+
+
+@pytest.mark.parametrize("verb", ["reward", "end"])
+async def test_own_key_manages_its_session_only_where_that_is_allowed(start_proxy, verb):
+    for self_reward, status in ((False, 403), (True, 200)):
+        proxy = await start_proxy(self_reward=self_reward)
+        mine, other = (await open_session(proxy)).json(), (await open_session(proxy)).json()
+        for opened in (mine, other):
+            await ask(proxy, opened)
+        body = {"reward": 1} if verb == "reward" else None
+        assert (await manage(proxy, mine["session_id"], verb, body, mine["api_key"])).status_code == status
+        assert (await manage(proxy, other["session_id"], verb, body, mine["api_key"])).status_code == 403
+        assert (await manage(proxy, "sess-none", verb, body, mine["api_key"])).status_code == 403
+        assert (await open_session(proxy, mine["api_key"])).status_code == 403
+        assert visit_of(proxy, other).session.tree.last.reward is None
+
+
+async def test_own_key_may_reward_behind_the_end(start_proxy):
+    proxy = await start_proxy(self_reward=True)
+    opened = (await open_session(proxy)).json()
+    visit = visit_of(proxy, opened)
+    await ask(proxy, opened)
+    await manage(proxy, opened["session_id"], "end", key=opened["api_key"])
+    late = await manage(proxy, opened["session_id"], "reward", {"reward": 1}, opened["api_key"])
+    assert late.status_code == 200
+    assert await visit.outcome is True
+
+
+async def test_tokens_of_a_session_are_capped(start_proxy, engine):
+    proxy = await start_proxy(ProxyLimits(max_tokens_per_session=120))
+    session, other = proxy.open_session(), proxy.open_session()
+    url = f"{session.base_url}/chat/completions"
+    body = {"messages": [QUESTION], "max_tokens": 8}
+    taken, answer = 0, await proxy.http_client.post(url, json=body)
+    while answer.status_code == 200 and len(engine.requests) < 50:
+        taken += answer.json()["usage"]["total_tokens"]
+        answer = await proxy.http_client.post(url, json=body)
+    assert answer.status_code == 429
+    assert int(answer.headers["retry-after"]) >= 1
+    assert answer.json()["error"]["code"] == "token_limit_exceeded"
+    assert 0 < taken <= 120
+    assert (await proxy.http_client.post(f"{other.base_url}/chat/completions", json=body)).status_code == 200
+
+
+async def test_tokens_of_calls_that_came_to_nothing_are_given_back(start_proxy, engine):
+    proxy = await start_proxy(ProxyLimits(max_tokens_per_session=60))
+    session = proxy.open_session()
+    url, body = f"{session.base_url}/chat/completions", {"messages": [QUESTION], "max_tokens": 8}
+    engine.hold = True
+    for stream in (False, True, False, True):
+        call = asyncio.create_task(proxy.http_client.post(url, json={**body, "stream": stream}))
+        await engine.until_running(1)
+        call.cancel()
+        await asyncio.wait((call,))
+        await engine.until_running(0)
+    engine.release.set()
+    assert (await proxy.http_client.post(url, json=body)).status_code == 200
+
+
+async def test_running_calls_count_against_the_tokens(start_proxy, engine):
+    proxy = await start_proxy(ProxyLimits(max_tokens_per_session=60))
+    session = proxy.open_session()
+    url, body = f"{session.base_url}/chat/completions", {"messages": [QUESTION], "max_tokens": 8}
+    engine.hold = True
+    calls = [asyncio.create_task(proxy.http_client.post(url, content=json.dumps(body))) for _ in range(20)]
+    await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+    engine.release.set()
+    statuses = [answer.status_code for answer in await asyncio.gather(*calls)]
+    assert set(statuses) == {200, 429}
+    nodes = session.tree.completions
+    assert sum(len(node.prompt_ids) + len(node.output_ids) for node in nodes) <= 60
+
+
+async def test_standing_session_forgets_old_conversations(proxy, session):
+    session.turns_kept = 3
+    url = f"{session.base_url}/responses"
+    ids = [(await proxy.http_client.post(url, json={"input": "Sort 5291"})).json()["id"] for _ in range(4)]
+    assert [node.id for node in session.tree.completions] == ids[3:]
+    again = await proxy.http_client.post(url, json={"input": "again", "previous_response_id": ids[3]})
+    assert again.status_code == 200
+    old = await proxy.http_client.post(url, json={"input": "again", "previous_response_id": ids[0]})
+    assert old.status_code == 400
