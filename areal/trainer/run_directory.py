@@ -47,7 +47,7 @@ class RunDirectory:
         with told_in_one_line(path):
             path.mkdir(parents=True, exist_ok=True)
             lock = _lock(path, name)
-            write_atomically(path / "config.yaml", yaml.safe_dump(to_dict(config), sort_keys=False))
+            write_atomically(path / "config.yaml", yaml.safe_dump(_without_secrets(config), sort_keys=False))
         return cls(path, lock)
 
     @property
@@ -91,6 +91,14 @@ def _lock(path: Path, name: str) -> IO[str]:
             f"the run {name} is being trained by another process ({path}); choose another trial_name"
         ) from None
     return lock
+
+
+def _without_secrets(config: ExperimentConfig) -> dict[str, Any]:
+    """The settings as they may lie on a disk: a credential belongs to those who were given it."""
+    values = to_dict(config)
+    if values.get("proxy", {}).get("admin_key"):
+        values["proxy"]["admin_key"] = ""
+    return values
 
 
 def write_atomically(path: Path, text: str) -> None:
