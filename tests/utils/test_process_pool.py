@@ -319,7 +319,7 @@ def test_processes_die_with_a_parent_that_is_killed_even_while_they_hang(tmp_pat
     script = run_script(
         tmp_path,
         """
-        import os, signal
+        import os, signal, time
         from areal.utils.process_pool import ProcessPool
         pool = ProcessPool(2)
         def hang():
@@ -327,7 +327,9 @@ def test_processes_die_with_a_parent_that_is_killed_even_while_they_hang(tmp_pat
             while True: pass
         pool.submit(os.getpid, timeout_seconds=30).result()
         pool.submit(hang, timeout_seconds=600)
-        pool.submit(os.getpid, timeout_seconds=30).result()
+        deadline = time.monotonic() + 60
+        while len(pool.pids()) < 2 and time.monotonic() < deadline:
+            pool.submit(os.getpid, timeout_seconds=30).result()
         print(*pool.pids(), flush=True)
         signal.pause()
         """,
