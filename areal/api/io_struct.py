@@ -29,6 +29,8 @@ class ModelRequest:
     tokenizer: Any = None
     grammar: Grammar | None = None
     """None = the answer may be anything. Log-probs are those of the whole distribution either way."""
+    images: list[bytes] = field(default_factory=list)
+    """Encoded pictures (PNG, JPEG, …) in the order of their places in `input_ids`, which hold placeholder tokens."""
 
     def __post_init__(self) -> None:
         try:

@@ -34,6 +34,8 @@ class Row:
     """True where the workflow reported no log-probs, so the trainer computes them."""
     truncated: bool = False
     """The last completion ended for length."""
+    images: list[bytes] = field(default_factory=list)
+    """Encoded pictures in the order of their places in `input_ids`."""
 
 
 @dataclass

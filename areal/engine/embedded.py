@@ -22,7 +22,7 @@ from areal.api.io_struct import ModelRequest, ModelResponse, TokenChunk
 from areal.engine.activity import Activity
 from areal.engine.grammar import GrammarCompiler
 from areal.engine.masks import banned_tokens
-from areal.engine.runner import Runner
+from areal.engine.model_runner import ModelRunner
 from areal.engine.sampler import Choices, sample
 from areal.engine.sequence import Sequence
 from areal.engine.weights import PublishedWeights, digest
@@ -32,15 +32,15 @@ logger = getLogger("engine")
 
 
 class EmbeddedEngine:
-    """Implements `InferenceEngine` on a Runner in this process."""
+    """Implements `InferenceEngine` on a model in this process."""
 
-    def __init__(self, runner: Runner, tokenizer: Any = None, *, version: int = 0, max_running: int = 256) -> None:
+    def __init__(self, runner: ModelRunner, tokenizer: Any = None, *, version: int = 0, max_running: int = 256) -> None:
         """`tokenizer` is needed for stop texts and grammars only."""
         self._runner = runner
         self._tokenizer = tokenizer
         self._max_running = max_running
         self._version = version
-        self._digests = {version: digest(runner.decoder.flat)}
+        self._digests = {version: digest(runner.flat)}
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         self._choices: Choices | None = None
@@ -72,7 +72,7 @@ class EmbeddedEngine:
 
     async def update_weights(self, update: WeightUpdate) -> None:
         self._check_alive()
-        self._published.copy(update, self._runner.decoder.flat)
+        self._published.copy(update, self._runner.flat)
         self._version = update.version
         self._digests[update.version] = update.digest
         self._cache_is_stale = True
@@ -113,6 +113,8 @@ class EmbeddedEngine:
         sequence = Sequence.of(
             req, vocab_size=runner.vocab_size, max_positions=runner.max_positions, tokenizer=self._tokenizer
         )
+        if req.images and not runner.sees_images:
+            raise RequestError("the model sees no pictures, got a request with some; use a vision-language model")
         if req.grammar is not None:
             sequence.grammar = await self._grammars.begin(req.grammar)
             self._check_alive()
@@ -144,7 +146,7 @@ class EmbeddedEngine:
         started, before = time.monotonic(), self.tokens_generated
         self._drop_finished()
         if self._cache_is_stale and self._running:
-            self._runner.prefill(range(len(self._running)), [sequence.ids[:-1] for sequence in self._running])
+            self._prefill(0, self._running, [sequence.ids[:-1] for sequence in self._running])
         self._cache_is_stale = False
         self._prefill_waiting()
         if self._running:
@@ -163,11 +165,16 @@ class EmbeddedEngine:
                 joining.append(sequence)
         if not joining:
             return
-        logits = self._runner.prefill(range(first, first + len(joining)), [sequence.ids for sequence in joining])
+        logits = self._prefill(first, joining, [sequence.ids for sequence in joining])
         self._draw(joining, logits, _choices(joining))
         self._running += joining
         self._choices = None
         self._drop_finished()
+
+    def _prefill(self, first: int, sequences: list[Sequence], ids: list[list[int]]) -> torch.Tensor:
+        """Fill the cache rows from `first` on."""
+        rows = range(first, first + len(sequences))
+        return self._runner.prefill(rows, ids, [sequence.images for sequence in sequences])
 
     def _decode_running(self) -> None:
         last, places = zip(*((sequence.ids[-1], len(sequence.ids) - 1) for sequence in self._running), strict=True)

@@ -31,6 +31,8 @@ class Span:
     """Indices into ids, each >= 1, ascending."""
     group: int
     """Sequences of one group share prefixes."""
+    images: tuple[bytes, ...] = ()
+    """Encoded pictures in the order of their places in ids."""
 
 
 @dataclass

@@ -29,6 +29,12 @@ class Runner:
         self._keys = [torch.empty(0, a.num_kv_heads, 0, a.head_dim) for _ in range(a.num_layers)]
         self._values = [torch.empty(0, a.num_kv_heads, 0, a.head_dim) for _ in range(a.num_layers)]
 
+    sees_images = False
+
+    @property
+    def flat(self) -> Tensor:
+        return self.decoder.flat
+
     @property
     def max_positions(self) -> int:
         return self.decoder.architecture.max_positions
@@ -38,7 +44,9 @@ class Runner:
         return self.decoder.architecture.vocab_size
 
     @torch.inference_mode()
-    def prefill(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> Tensor:
+    def prefill(
+        self, rows: Sequence[int], prompts: Sequence[Sequence[int]], images: Sequence[tuple[bytes, ...]] = ()
+    ) -> Tensor:
         """Fill cache rows with prompts, equal ones computed once; return the logits [B,V] after each."""
         self._reserve(max(rows) + 1, max(map(len, prompts)))
         homes: dict[Prompt, list[int]] = defaultdict(list)

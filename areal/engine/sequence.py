@@ -29,6 +29,8 @@ class Sequence:
     seed: int
     tokenizer: Any
     """Reads stop texts; None when there are none."""
+    images: tuple[bytes, ...] = ()
+    """Encoded pictures in the order of their places in the prompt."""
     done: asyncio.Future[ModelResponse] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -57,6 +59,7 @@ class Sequence:
             stops=frozenset(token for token in g.stop_token_ids if 0 <= token < vocab_size),
             seed=secrets.randbits(63) if g.seed is None else g.seed % 2**64,
             tokenizer=tokenizer,
+            images=tuple(req.images),
         )
 
     @property

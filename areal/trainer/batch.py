@@ -54,7 +54,10 @@ def token_batch(rows: Sequence[TrainRow], actor: ActorConfig) -> TokenBatch:
         "advantages": _token_advantages(gather("returns"), completions, spread([each.group for each in rows]), actor),
         "weights": loss_weights(completions, actor.loss_norm),
     }
-    spans = [Span(each.row.input_ids, np.flatnonzero(mask), each.group) for each, mask in zip(rows, masks, strict=True)]
+    spans = [
+        Span(each.row.input_ids, np.flatnonzero(mask), each.group, tuple(each.row.images))
+        for each, mask in zip(rows, masks, strict=True)
+    ]
     return TokenBatch(spans, gather("temperatures"), fields)
 
 
