@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 FLOORS = [
     ["cli"],
     ["viewer"],
-    ["trainer"],
+    ["trainer", "simulation"],
     ["rollout"],
     ["workflow", "proxy", "engine"],
     ["trajectory", "store", "algorithms", "reward", "dataset"],
@@ -30,7 +30,19 @@ FRONT_DOOR = "areal/__init__.py"
 PLAIN_FACTS = {"__version__"}
 """Names of the front door that look up at nothing."""
 
-NO_TORCH_ROOMS = {"cli", "viewer", "rollout", "proxy", "trajectory", "store", "infra", "api", "config", "utils"}
+NO_TORCH_ROOMS = {
+    "cli",
+    "viewer",
+    "simulation",
+    "rollout",
+    "proxy",
+    "trajectory",
+    "store",
+    "infra",
+    "api",
+    "config",
+    "utils",
+}
 MAY_USE_TORCH = {"areal/utils/data.py"}
 """Tensor helpers are this file's purpose; nothing in a torch-free room imports it at module level."""
 

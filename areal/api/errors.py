@@ -5,6 +5,7 @@ ArealError
 ├── WorkflowError               a workflow cannot be found, made or called
 ├── ModelError                  a model directory is missing or of another family
 ├── DatasetError                tasks cannot be read
+├── TraceError                  what is to be simulated cannot be read
 ├── RunExists                   a run of that name is there and is not to be overwritten
 ├── EngineError                 the inference engine failed
 │   ├── RequestError            one request is impossible; the engine is fine
@@ -42,6 +43,7 @@ __all__ = [
     "RewardInvalid",
     "RewardTimeout",
     "RunExists",
+    "TraceError",
     "WeightMismatch",
     "WorkflowError",
 ]
@@ -57,6 +59,10 @@ class ModelError(ArealError):
 
 class DatasetError(ArealError):
     """Tasks cannot be read."""
+
+
+class TraceError(ArealError):
+    """What is to be simulated cannot be read."""
 
 
 class RunExists(ArealError):

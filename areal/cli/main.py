@@ -38,6 +38,24 @@ def _declare_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--api-key", metavar="KEY", help="what clients must send; without it one is made and printed")
 
 
+def _declare_simulate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--latency", required=True, metavar="TRACE", help="a trace file, or lognormal:mean=0.5,sigma=1")
+    parser.add_argument("--eta", type=int, nargs="+", default=[0, 1, 2, 4], help="rollout.max_head_offpolicyness")
+    for name, default, what in (
+        ("engines", 1, "inference engines"),
+        ("trainers", 1, "data-parallel trainers"),
+        ("workers", 1, "rollout worker processes"),
+        ("batch-size", 32, "groups per step"),
+        ("n-samples", 8, "episodes per group"),
+        ("max-concurrent-rollouts", 256, "episodes running at once"),
+        ("steps", 50, "training steps"),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"{what} ({default})")
+    parser.add_argument("--cores", type=float, help="everything shares one machine with so many cores")
+    parser.add_argument("--plot", metavar="FILE", help="draw throughput and idle time over eta")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+
+
 VERBS = {
     "train": Verb(
         "train an agent's model",
@@ -48,6 +66,11 @@ VERBS = {
         "serve a model to any client of OpenAI's or Anthropic's wire",
         _declare_serve,
         "areal serve --model builtin:tiny-math --port 8000 --api-key KEY",
+    ),
+    "simulate": Verb(
+        "predict throughput, idle time and staleness on machines you do not have",
+        _declare_simulate,
+        "areal simulate --engines 64 --trainers 32 --latency lognormal:mean=30,sigma=1,tokens=4000",
     ),
     "chat": Verb("talk to a saved model in the terminal", _declare_chat, "areal chat DIR"),
 }
@@ -70,7 +93,7 @@ def _split_verb(words: list[str]) -> tuple[str, list[str]]:
     parser = argparse.ArgumentParser(
         prog="areal",
         description="Train language-model agents with asynchronous reinforcement learning.",
-        epilog="verbs:\n" + "\n".join(f"  {name:<8}{verb.summary}" for name, verb in VERBS.items())
+        epilog="verbs:\n" + "\n".join(f"  {name:<10}{verb.summary}" for name, verb in VERBS.items())
         + "\n\nareal VERB --help says more.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip

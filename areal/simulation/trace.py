@@ -1,0 +1,134 @@
+"""What is to be simulated: how episodes look, and how fast the parts are. Recorded, written by hand, or synthetic.
+
+As JSON (every speed may be left out; see the fields for what that means):
+
+    {"episodes": [[{"wait_seconds": 0.3, "tokens": 40}, …], …],
+     "engine": {"alone_tokens_per_second": 30, "full_tokens_per_second": 250, "swap_seconds": 0.1},
+     "client": {"call_seconds": 0.002},
+     "trainer": {"tokens_per_second": 2000, "step_seconds": 0.1}}
+"""
+
+import dataclasses
+import json
+import math
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from areal.api.errors import TraceError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One call of the model, and what the agent waited for before it (a tool, a person, another service)."""
+
+    wait_seconds: float
+    tokens: float
+    """Sampled; prefill counts as the decoded tokens that cost as much."""
+
+
+@dataclass(frozen=True)
+class EngineSpeed:
+    alone_tokens_per_second: float = 50.0
+    """A request with the engine to itself."""
+    full_tokens_per_second: float = 2000.0
+    """All requests together when there are very many."""
+    swap_seconds: float = 0.0
+    """How long new weights stop it."""
+
+
+@dataclass(frozen=True)
+class ClientSpeed:
+    call_seconds: float = 0.0
+    """Processor time that one call costs the worker process which runs the agent."""
+
+
+@dataclass(frozen=True)
+class TrainerSpeed:
+    tokens_per_second: float = 10_000.0
+    """Sampled tokens that one trainer learns from."""
+    step_seconds: float = 0.0
+    """What a step costs beside its tokens, however many trainers there are."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    episodes: list[list[Turn]]
+    engine: EngineSpeed = field(default_factory=EngineSpeed)
+    client: ClientSpeed = field(default_factory=ClientSpeed)
+    trainer: TrainerSpeed = field(default_factory=TrainerSpeed)
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(json.dumps(dataclasses.asdict(self)) + "\n", encoding="utf-8")
+
+
+def read_trace(source: str) -> Trace:
+    """A JSON file, or `lognormal:mean=0.5,sigma=1.0,tokens=200,turns=3`. Raises TraceError."""
+    if source.startswith("lognormal:"):
+        return _synthetic(source.removeprefix("lognormal:"))
+    try:
+        content = json.loads(Path(source).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise TraceError(f"cannot read a trace from {source!r}: {error.strerror}; or use lognormal:…") from None
+    except ValueError as error:
+        raise TraceError(f"{source} is not JSON: {error}") from None
+    if not isinstance(content, dict) or not content.get("episodes"):
+        raise TraceError(f'{source} must be an object with "episodes", a list of lists of turns')
+    parts = {"engine": EngineSpeed, "client": ClientSpeed, "trainer": TrainerSpeed}
+    if unknown := sorted(set(content) - {"episodes", *parts}):
+        raise TraceError(f"{source} has no use for {', '.join(unknown)}; it knows episodes, {', '.join(parts)}")
+    episodes = [
+        [_numbers(Turn, turn, f"episode {number}") for turn in _turns(turns, number)]
+        for number, turns in enumerate(content["episodes"])
+    ]
+    return Trace(episodes, **{name: _numbers(kind, content.get(name, {}), name) for name, kind in parts.items()})
+
+
+def _turns(turns: Any, number: int) -> list[Any]:
+    if not isinstance(turns, list) or not turns:
+        raise TraceError(f"an episode must be a list of at least one turn, episode {number} is {turns!r:.80}")
+    return turns
+
+
+def _numbers(kind: type[T], values: Any, where: str) -> T:
+    """A dataclass of numbers from a JSON object; all of them finite and none negative."""
+    names = [each.name for each in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    if not isinstance(values, dict):
+        raise TraceError(f"{where} must be an object with {', '.join(names)}, got {values!r:.80}")
+    for name, value in values.items():
+        if name not in names:
+            raise TraceError(f"{where} has no {name!r}; it has {', '.join(names)}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+            raise TraceError(f"{where}: {name} must be a number >= 0, got {value!r:.80}")
+        if name.endswith("_per_second") and value == 0:
+            raise TraceError(f"{where}: {name} must be > 0, got 0; nothing would ever end")
+    try:
+        return kind(**values)
+    except TypeError:
+        raise TraceError(f"{where} needs {', '.join(names)}, got {', '.join(values) or 'nothing'}") from None
+
+
+def _synthetic(words: str) -> Trace:
+    """Waits drawn from a lognormal distribution of that mean; the same every time."""
+    given = {"mean": 0.5, "sigma": 1.0, "tokens": 200.0, "turns": 1.0}
+    for word in filter(None, words.split(",")):
+        name, _, text = word.partition("=")
+        try:
+            given[name] = float(text)
+        except ValueError:
+            raise TraceError(f"lognormal: {name} must be a number, got {text!r}") from None
+    if unknown := sorted(set(given) - {"mean", "sigma", "tokens", "turns"}):
+        raise TraceError(f"lognormal: has no {', '.join(unknown)}; it has mean, sigma, tokens, turns")
+    if min(given["mean"], given["tokens"]) <= 0 or given["turns"] < 1 or given["sigma"] < 0:
+        raise TraceError(f"lognormal: needs mean > 0, tokens > 0, turns >= 1, sigma >= 0, got {words}")
+    draw = random.Random(0)
+    location = math.log(given["mean"]) - given["sigma"] ** 2 / 2
+    return Trace(
+        [
+            [Turn(draw.lognormvariate(location, given["sigma"]), given["tokens"]) for _ in range(int(given["turns"]))]
+            for _ in range(4096)
+        ]
+    )

@@ -1,0 +1,80 @@
+"""Shared servers against closed forms."""
+
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal.simulation.servers import Machine, Server
+from areal.simulation.virtual_time import run_virtually
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+async def served(server: Server, work: float, after: float = 0.0) -> float:
+    await asyncio.sleep(after)
+    await server.serve(work)
+    return now()
+
+
+def test_a_lone_job_takes_its_fixed_and_its_shared_time() -> None:
+    async def play() -> float:
+        return await served(Server(0.02, 0.01), 100)
+
+    assert run_virtually(play()) == pytest.approx(3.0)
+
+
+def test_jobs_that_overlap_slow_each_other_down() -> None:
+    async def play() -> list[float]:
+        server = Server(0.0, 1.0)
+        return await asyncio.gather(served(server, 2), served(server, 2, after=1))
+
+    # One unit alone, then both at half speed until the first is done, then the second alone.
+    assert run_virtually(play()) == pytest.approx([3.0, 4.0])
+
+
+@given(st.lists(st.tuples(st.floats(0.01, 5), st.floats(0, 5)), min_size=1, max_size=12))
+def test_no_work_is_lost_or_made(jobs: list[tuple[float, float]]) -> None:
+    async def play() -> tuple[float, int]:
+        server = Server(0.0, 1.0)
+        await asyncio.gather(*(served(server, work, after) for work, after in jobs))
+        return server.busy_seconds, server.jobs
+
+    busy, left = run_virtually(play())
+    assert busy == pytest.approx(sum(work for work, _ in jobs), rel=1e-6)
+    assert left == 0
+
+
+def test_a_swap_holds_everybody_for_its_time() -> None:
+    async def play() -> float:
+        server = Server(0.0, 1.0)
+        job = asyncio.ensure_future(served(server, 2))
+        await asyncio.sleep(1)
+        await server.hold(10)
+        return await job
+
+    assert run_virtually(play()) == pytest.approx(12.0)
+
+
+def test_a_cancelled_caller_harms_nobody() -> None:
+    async def play() -> float:
+        server = Server(0.0, 1.0)
+        gone = asyncio.ensure_future(server.serve(1))
+        stays = asyncio.ensure_future(served(server, 1))
+        await asyncio.sleep(0.5)
+        gone.cancel()
+        return await stays
+
+    assert run_virtually(play()) == pytest.approx(2.0)
+
+
+def test_servers_of_one_machine_share_its_cores() -> None:
+    async def play() -> list[float]:
+        machine = Machine(2)
+        return await asyncio.gather(*(served(Server(0.0, 1.0, machine), work) for work in (1, 1, 2)))
+
+    # Three on two cores: 2/3 speed until 1.5 s, then the last has a core of its own.
+    assert run_virtually(play()) == pytest.approx([1.5, 1.5, 2.5])
