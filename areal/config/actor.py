@@ -51,8 +51,8 @@ class ActorConfig:
     """Clip around recomputed log-probs of the policy before the update, and weigh by its ratio to the sampler."""
     behave_imp_weight_cap: float | None = 5.0
     """Decoupled loss: tokens whose behaviour weight exceeds this are left out; None = none are."""
-    recompute_logprob: bool = False
-    """Recompute behaviour log-probs in the trainer instead of using the sampler's."""
+    recompute_logprob: Literal[True, False, "auto"] = "auto"
+    """Use the trainer's log-probs in place of the sampler's; auto = once they have been seen to differ."""
 
     def __post_init__(self) -> None:
         require(self.path != "", "path must name a model; use builtin:tiny-math for the one that needs no download")

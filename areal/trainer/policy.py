@@ -11,6 +11,12 @@ from areal.api.messages import GroupResult
 from areal.config.actor import ActorConfig
 from areal.engine.training import TokenBatch, TrainingEngine
 from areal.trainer.batch import minibatches, rows_of_groups, token_batch, without_zero_advantages
+from areal.utils.logging import getLogger
+
+SAME_LOGPROB = 1e-4
+"""Two computations of one log-prob that differ by less are the same number in float32."""
+
+logger = getLogger("trainer")
 
 
 class PolicyUpdate:
@@ -19,6 +25,7 @@ class PolicyUpdate:
         self._actor = actor
         self._reference = reference
         self._seed = seed
+        self._recompute = actor.recompute_logprob is True
 
     def step(self, groups: Sequence[GroupResult]) -> dict[str, float]:
         """Train on a batch of groups; returns figures, averaged over minibatches."""
@@ -31,7 +38,23 @@ class PolicyUpdate:
             for name, value in self._train(batch).items():
                 figures[name].append(value)
         self._engine.version += 1
-        return {name: _over_minibatches(name, values) for name, values in figures.items()}
+        told = {name: _over_minibatches(name, values) for name, values in figures.items()}
+        self._judge(told)
+        return told
+
+    def _judge(self, figures: dict[str, float]) -> None:
+        """Turn the summed differences into a mean, and recompute from now on if the sampler's numbers are not ours."""
+        checked, summed = figures.pop("checked_tokens", 0.0), figures.pop("sum_logprob_difference", 0.0)
+        figures["mean_logprob_difference"] = summed / checked if checked else 0.0
+        largest = figures.get("max_logprob_difference", 0.0)
+        if self._actor.recompute_logprob == "auto" and not self._recompute and largest > SAME_LOGPROB:
+            self._recompute = True
+            logger.warning(
+                "the engine's log-probs differ from the trainer's by up to %.1e (mean %.1e); they are recomputed from "
+                "now on (actor.recompute_logprob: auto)",
+                largest,
+                figures["mean_logprob_difference"],
+            )
 
     def _train(self, batch: TokenBatch) -> dict[str, float]:
         if not batch.spans:
@@ -46,7 +69,7 @@ class PolicyUpdate:
         if not batch.spans:
             return batch
         unreported = batch.fields["unreported"]
-        needed = torch.ones_like(unreported) if actor.recompute_logprob else unreported
+        needed = torch.ones_like(unreported) if self._recompute else unreported
         if actor.use_decoupled_loss or needed.any():
             present = self._engine.logprobs(batch)
             batch.fields["logprobs"] = torch.where(needed, present, batch.fields["logprobs"])
@@ -71,6 +94,8 @@ class PolicyUpdate:
             "clip_ratio": (policy.clipped * weights).sum(),
             "trained_tokens": torch.tensor(len(weights)),
             "max_logprob_difference": difference.max(),
+            "sum_logprob_difference": difference.sum(),
+            "checked_tokens": fields["checkable"].sum(),
         }
         if "reference" in fields:
             kl = (kl_penalty(logprobs, fields["reference"]) * weights).sum()
@@ -82,4 +107,5 @@ class PolicyUpdate:
 def _over_minibatches(name: str, values: list[float]) -> float:
     if name.startswith("max_"):
         return max(values)
-    return sum(values) if name.endswith("_tokens") else sum(values) / len(values)
+    is_sum = name.startswith("sum_") or name.endswith("_tokens")
+    return sum(values) if is_sum else sum(values) / len(values)

@@ -95,6 +95,24 @@ def test_the_difference_to_the_sampler_is_reported_for_tokens_of_the_present_ver
     assert update(groups, make_engine())["max_logprob_difference"] < 1e-4
 
 
+def test_auto_trusts_the_sampler_until_its_numbers_are_seen_to_differ() -> None:
+    def recomputed(shift: float) -> torch.Tensor:
+        """The gradient of the second step, whose samples are off-policy, after a first one that differs by `shift`."""
+        engine = make_engine(gradient_clipping=0, lr=1e-9)
+        auto = PolicyUpdate(engine, ActorConfig(recompute_logprob="auto"), None, seed=1)
+        first = on_policy(make_batch())
+        for each in rows_of_groups(first):
+            each.row.logprobs[each.row.loss_mask] += np.float32(shift)
+        assert auto.step(first)["mean_logprob_difference"] == pytest.approx(shift, abs=1e-5)
+        auto.step(make_batch())
+        return engine.flat_grad.clone()
+
+    trusted, distrusted = recomputed(0.0), recomputed(0.01)
+    torch.testing.assert_close(trusted, gradient_of(make_batch()), atol=1e-4, rtol=0)
+    torch.testing.assert_close(distrusted, gradient_of(on_policy(make_batch())), atol=1e-4, rtol=0)
+    assert not torch.allclose(trusted, distrusted, atol=1e-3)
+
+
 def test_a_later_minibatch_sees_changed_weights_and_is_not_compared() -> None:
     groups = on_policy(make_batch(groups=8))
     figures = update(groups, make_engine(warmup_steps=0, lr=0.1), ppo_n_minibatches=4)
