@@ -39,3 +39,8 @@ class RecoverConfig:
 class SchedulerConfig:
     type: Literal["local"] = "local"
     """Who places the processes: local = this machine."""
+    threads: int | None = None
+    """Threads that the engine and the trainer compute with, each; None = shared out from the machine's cores."""
+
+    def __post_init__(self) -> None:
+        require(self.threads is None or self.threads >= 1, f"threads must be >= 1, got {self.threads}")

@@ -9,7 +9,7 @@ import torch
 
 from areal.api.errors import ArealError
 from areal.api.messages import GroupResult
-from areal.engine.architecture import read_architecture
+from areal.engine.model_choice import open_trainable
 from areal.engine.models import find_model
 from areal.engine.training import TrainingEngine
 from areal.rollout.admission import Admission
@@ -33,7 +33,7 @@ class TrainingRun:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._config = plan.config
-        self._threads = plan_threads(plan.config.rollout.max_head_offpolicyness)
+        self._threads = plan_threads(plan.config.rollout.max_head_offpolicyness, plan.config.scheduler.threads)
         torch.set_num_threads(self._threads.trainer)
         self._tokenizer = load_hf_tokenizer(plan.tokenizer)
         self._engine = self._make_engine(plan.model)
@@ -174,6 +174,7 @@ class TrainingRun:
             "training_seconds": sum(end - start for start, end in self._training),
             "cpu_seconds": self._fleet.cpu_seconds(),
             "rejections": dict(self._fleet.tally.counts),
+            "stalls": self._fleet.stalls,
         }
         model, curve = self._save(), self._journal.draw()
         directory.finish(summary)
@@ -186,11 +187,10 @@ class TrainingRun:
 
     def _make_engine(self, model: Path) -> TrainingEngine:
         return TrainingEngine(
-            read_architecture(model),
+            open_trainable(model),
             self._config.actor.optimizer,
             total_steps=self._plan.total_steps * self._config.actor.ppo_n_minibatches,
             max_tokens_per_mb=self._config.actor.max_tokens_per_mb,
-            directory=model,
         )
 
     def _make_fleet(self) -> Fleet:

@@ -11,8 +11,10 @@ class ThreadPlan:
     reason: str
 
 
-def plan_threads(max_head_offpolicyness: int) -> ThreadPlan:
-    """Threads for each side; when they never work at the same time, each gets every core."""
+def plan_threads(max_head_offpolicyness: int, each: int | None = None) -> ThreadPlan:
+    """Threads for each side; when they never work at the same time, each gets every core. `each` overrules that."""
+    if each is not None:
+        return ThreadPlan(each, each, f"scheduler.threads={each}: so many for the engine and for the trainer")
     cores = len(os.sched_getaffinity(0))
     if max_head_offpolicyness == 0:
         return ThreadPlan(cores, cores, f"{cores} cores, engine and trainer take turns: all cores for each")
