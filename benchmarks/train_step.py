@@ -1,0 +1,223 @@
+"""How fast is a training step, beside what one would run instead? On the built-in model, both cores.
+
+The step alone, in trained tokens per second: groups that share a prompt, and 8-turn conversations, packed as this
+package does it against the same model in plain transformers with padded rows (same loss, same optimizer). End to end,
+in samples per second and in reward after the same steps: RLVRWorkflow against TRL's GRPOTrainer (same checkpoint,
+tasks, batch, group size, learning rate). Beside it the same run through an OpenAI-SDK agent, with where the processor
+time goes.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from areal.api.cli_args import GRPOConfig, load_expr_config
+from areal.config.actor import OptimizerConfig
+from areal.dataset.procedural import TASKS
+from areal.engine.architecture import read_architecture
+from areal.engine.models import find_model
+from areal.engine.packing import Span
+from areal.engine.training import TokenBatch, TrainingEngine
+from benchmarks.peers import peer_environment
+from benchmarks.report import Aim, main
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "agent_workflow" / "config.yaml"
+TRL = ["torch==2.13.0", "trl==1.16.0", "transformers>=5.0"]
+PROMPTS, SAMPLES, STEPS, LR, MAX_NEW_TOKENS = 32, 8, 60, 2e-4, 16
+SAME_REWARD_STEPS = 10
+"""Rewards are compared as means over so many steps."""
+
+
+def group_spans(draw: np.random.Generator, vocabulary: int) -> list[Span]:
+    """32 groups of 8 completions of 32 tokens behind a prompt of 96."""
+    spans = []
+    for group in range(32):
+        prompt = draw.integers(0, vocabulary, 96)
+        for _ in range(8):
+            ids = np.concatenate((prompt, draw.integers(0, vocabulary, 32)))
+            spans.append(Span(ids, np.arange(96, 128), group))
+    return spans
+
+
+def conversation_spans(draw: np.random.Generator, vocabulary: int) -> list[Span]:
+    """16 conversations of 8 turns, a row per answer: 24 tokens of question and 16 of answer each."""
+    spans = []
+    for group in range(16):
+        ids = draw.integers(0, vocabulary, 8 * 40)
+        spans += [Span(ids[: 40 * turn], np.arange(40 * turn - 16, 40 * turn), group) for turn in range(1, 9)]
+    return spans
+
+
+def loss(logprobs: torch.Tensor, fields: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    return -(logprobs * fields["weights"]).sum(), {}
+
+
+def ours(model: Path, spans: list[Span]) -> Callable[[], None]:
+    engine = TrainingEngine(read_architecture(model), OptimizerConfig(), total_steps=1000, directory=model)
+    count = sum(len(span.asked) for span in spans)
+    batch = TokenBatch(spans, torch.ones(count), {"weights": torch.full((count,), 1 / count)})
+    return lambda: engine.train_batch(batch, loss) and None
+
+
+def padded_transformers(model: Path, spans: list[Span]) -> Callable[[], None]:
+    from transformers import AutoModelForCausalLM
+
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=2e-4, fused=True)
+    length = max(len(span.ids) for span in spans)
+    ids = torch.zeros(len(spans), length, dtype=torch.long)
+    attention, asked = torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.bool)
+    for row, span in enumerate(spans):
+        ids[row, : len(span.ids)] = torch.from_numpy(span.ids)
+        attention[row, : len(span.ids)] = 1
+        asked[row, span.asked] = True
+
+    def step() -> None:
+        optimizer.zero_grad()
+        for rows in torch.arange(len(spans)).split(64):  # as many as fit a modest memory
+            logits = policy(input_ids=ids[rows], attention_mask=attention[rows]).logits[:, :-1]
+            logprobs = logits.log_softmax(-1).gather(2, ids[rows, 1:, None]).squeeze(2)
+            (-(logprobs * asked[rows, 1:]).sum() / int(asked.sum())).backward()
+        torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+        optimizer.step()
+
+    return step
+
+
+def tokens_per_second(step: Callable[[], None], spans: list[Span], seconds: float = 6.0) -> float:
+    """Trained tokens per second; the first step is not counted."""
+    step()
+    began, steps = time.monotonic(), 0
+    while time.monotonic() - began < seconds:
+        step()
+        steps += 1
+    return steps * sum(len(span.asked) for span in spans) / (time.monotonic() - began)
+
+
+def step_alone(model: Path) -> dict[str, Any]:
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    vocabulary = read_architecture(model).vocab_size
+    figures = {}
+    for name, make in (("groups", group_spans), ("conversations", conversation_spans)):
+        spans = make(np.random.default_rng(0), vocabulary)
+        speeds = {
+            kind: tokens_per_second(prepare(model, spans), spans)
+            for kind, prepare in (("ours", ours), ("transformers_padded", padded_transformers))
+        }
+        figures[name] = {**speeds, "ratio": speeds["ours"] / speeds["transformers_padded"]}
+        print(f"{name}: {figures[name]}", file=sys.stderr)
+    return figures
+
+
+def trl(model: Path, place: Path) -> dict[str, Any]:
+    tasks = place / "tasks.jsonl"
+    problems = islice(TASKS["sort-digits"].problems("train", 1), PROMPTS * STEPS)
+    tasks.write_text("".join(json.dumps(problem.as_task()) + "\n" for problem in problems))
+    settings = {
+        "steps": STEPS,
+        "prompts": PROMPTS,
+        "samples": SAMPLES,
+        "lr": LR,
+        "max_new_tokens": MAX_NEW_TOKENS,
+        "threads": len(os.sched_getaffinity(0)),
+        "output_dir": str(place / "trl"),
+    }
+    python = peer_environment("trl", TRL) / "python"
+    script = Path(__file__).with_name("trl_peer.py")
+    quiet = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [python, script, model, tasks, json.dumps(settings)],
+        env={**os.environ, **quiet},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=900,
+    )
+    told = json.loads(done.stdout.strip().split("\n")[-1])
+    return end_to_end("TRL", told["step_seconds"], told["rewards"])
+
+
+def areal(workflow: str, place: Path, *overrides: str) -> dict[str, Any]:
+    from areal import PPOTrainer
+    from areal.trainer.metrics import read_metrics
+
+    words = [
+        f"--config={EXAMPLE}",
+        f"output_dir={place}",
+        f"trial_name={workflow.rsplit('.', 1)[1]}",
+        f"total_train_steps={STEPS}",
+        f"train_dataset.batch_size={PROMPTS}",
+        f"gconfig.n_samples={SAMPLES}",
+        f"gconfig.max_new_tokens={MAX_NEW_TOKENS}",
+        "actor.ppo_n_minibatches=1",
+        f"actor.optimizer.lr={LR}",
+        "actor.optimizer.lr_scheduler=constant",
+        "rollout.max_concurrent_rollouts=512",
+        "evaluator.freq_steps=null",
+        "valid_dataset.path=",
+        *overrides,
+    ]
+    config, _ = load_expr_config(words, GRPOConfig)
+    with PPOTrainer(config) as trainer:
+        result = trainer.train(workflow=workflow)
+    rows = [row for row in read_metrics(result.run_dir) if "step_seconds" in row]
+    told = end_to_end(workflow, [row["step_seconds"] for row in rows], [row["reward"] for row in rows])
+    return {
+        **told,
+        "cpu_seconds": result.summary["cpu_seconds"],
+        "training_seconds": result.summary["training_seconds"],
+    }
+
+
+def end_to_end(name: str, step_seconds: list[float], rewards: list[float]) -> dict[str, Any]:
+    """The first step is not counted: it warms caches, or has its episodes already."""
+    counted = step_seconds[1:]
+    told = {
+        "samples_per_second": PROMPTS * SAMPLES * len(counted) / sum(counted),
+        "first_reward": float(np.mean(rewards[:SAME_REWARD_STEPS])),
+        "last_reward": float(np.mean(rewards[-SAME_REWARD_STEPS:])),
+        "seconds": sum(step_seconds),
+    }
+    print(f"{name}: {told}", file=sys.stderr)
+    return told
+
+
+def run() -> tuple[dict[str, Any], list[Aim]]:
+    model = find_model("builtin:tiny-math")
+    alone = step_alone(model)
+    with tempfile.TemporaryDirectory() as name:
+        place = Path(name)
+        direct = areal(
+            "areal.workflow.RLVRWorkflow",
+            place,
+            "reward_fn=areal.reward.exact_match_reward",
+            "rollout.num_workers=1",
+        )
+        peer = trl(model, place)
+        agent = areal("areal.workflow.openai.math_agent.MathAgent", place)
+    ratio = direct["samples_per_second"] / peer["samples_per_second"]
+    aims = [
+        Aim.at_least("trained tokens/s over transformers with padded rows, groups", alone["groups"]["ratio"], 1.0),
+        Aim.at_least(
+            "trained tokens/s over transformers with padded rows, 8-turn conversations",
+            alone["conversations"]["ratio"],
+            1.0,
+        ),
+        Aim.at_least("samples/s over TRL, RLVRWorkflow", ratio, 5.0),
+        Aim.at_most("reward behind TRL's after the same steps", peer["last_reward"] - direct["last_reward"], 0.05),
+    ]
+    return {"step": alone, "rlvr": direct, "trl": peer, "sdk_agent": agent, "over_trl": ratio}, aims
+
+
+if __name__ == "__main__":
+    main(__doc__ or "", run)
