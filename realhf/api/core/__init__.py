@@ -1,0 +1,1 @@
+"""One file per noun; `agent_api` (or `agent`) has them all. Loads no torch."""

@@ -1,0 +1,1 @@
+"""Experiments whose episodes run beside the training."""

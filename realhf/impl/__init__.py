@@ -1,0 +1,1 @@
+"""The agents and environments that ship with the façade."""
