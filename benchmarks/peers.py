@@ -7,12 +7,17 @@ import venv
 from pathlib import Path
 
 
-def peer_environment(name: str, requirements: list[str]) -> Path:
-    """The bin directory of a virtual environment that has `requirements`."""
+def cache_directory() -> Path:
+    """Where benchmarks keep what they need again."""
     base = os.environ.get("AREAL_CACHE") or os.path.join(
         os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "areal"
     )
-    place = Path(base) / "peers" / name
+    return Path(base)
+
+
+def peer_environment(name: str, requirements: list[str]) -> Path:
+    """The bin directory of a virtual environment that has `requirements`."""
+    place = cache_directory() / "peers" / name
     stamp = place / "installed.txt"
     wanted = "\n".join(requirements)
     if not stamp.exists() or stamp.read_text() != wanted:

@@ -61,6 +61,24 @@ class Rejection:
     """The user's traceback, if their code raised."""
 
 
+@dataclass(frozen=True)
+class Stall:
+    """One callback that held a rollout worker's event loop, so that every other episode there waited."""
+
+    where: str
+    """`file:line` of the user's code."""
+    function: str
+    source: str
+    """The line's text; empty if it cannot be had."""
+    remedy: str
+    workflow: str
+    """Whose episode it was; empty outside of one."""
+    task_id: int | None
+    seconds: float
+    process: int
+    """Its id: that process has logged it already."""
+
+
 @dataclass
 class GroupTask:
     """A task to be run `n_samples` times."""
@@ -80,3 +98,5 @@ class GroupResult:
     rejections: list[Rejection]
     digests: dict[int, str]
     """Digest the engine reported for each weight version behind these episodes."""
+    stalls: list[Stall] = field(default_factory=list)
+    """What blocked the worker's event loop since its last result, whichever episode did."""

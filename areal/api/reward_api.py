@@ -18,7 +18,16 @@ from areal.api.errors import RewardInvalid, RewardTimeout
 from areal.config.errors import require
 from areal.utils.logging import getLogger
 from areal.utils.process_call import function_name
-from areal.utils.process_pool import CallCrashed, CallError, CallFailed, CallTimeout, Limits, PackedFunction
+from areal.utils.process_pool import (
+    CallCrashed,
+    CallError,
+    CallExhausted,
+    CallFailed,
+    CallTimeout,
+    Limits,
+    LoadFailed,
+    PackedFunction,
+)
 from areal.utils.process_shared import SHARED
 
 __all__ = ["AsyncRewardWrapper", "Limits", "Outcome", "Reject", "Value"]
@@ -43,10 +52,23 @@ class Outcome(StrEnum):
     """It was killed or cancelled at its deadline."""
     CRASH = "crash"
     """Its process ended under it."""
+    MEMORY = "memory"
+    """It needed more memory than its process may have, which was ended."""
+    LOAD = "load"
+    """It never began: its module or its arguments raised while a process loaded them."""
     EXCEPTION = "exception"
-    """It raised, or could not be sent to a process."""
+    """It raised, or it, its arguments or its result could not be sent."""
     RETRY = "retry"
     """A failed attempt that was followed by another; every call ends as one of the above."""
+
+
+# The first that fits counts.
+_OUTCOMES = (
+    (CallTimeout, Outcome.TIMEOUT),
+    (CallExhausted, Outcome.MEMORY),
+    (CallCrashed, Outcome.CRASH),
+    (LoadFailed, Outcome.LOAD),
+)
 
 
 class AsyncRewardWrapper:
@@ -78,10 +100,11 @@ class AsyncRewardWrapper:
         self.limits = limits
         self.counts: Counter[str] = Counter()
         """Calls of this process by `Outcome`."""
+        self._is_async = _is_async(reward_fn)
         self._packed: PackedFunction | None = None
 
     async def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        attempt = self._await_in_loop if _is_async(self.reward_fn) else self._run_in_pool
+        attempt = self._await_in_loop if self._is_async else self._run_in_pool
         for retries_left in range(self.max_retries, -1, -1):
             try:
                 result = await attempt(*args, **kwargs)
@@ -101,7 +124,7 @@ class AsyncRewardWrapper:
         if self._packed is None:
             self._packed = PackedFunction.of(self.reward_fn)
         pool = SHARED.get(self.max_workers, self.limits)
-        return await asyncio.wrap_future(pool.submit(self._packed, args, kwargs, timeout_seconds=self.timeout_seconds))
+        return await pool.run(self._packed, args, kwargs, timeout_seconds=self.timeout_seconds)
 
     async def _await_in_loop(self, *args: Any, **kwargs: Any) -> Any:
         name = function_name(self.reward_fn)
@@ -127,9 +150,7 @@ class AsyncRewardWrapper:
 
 
 def _outcome(failure: CallError) -> Outcome:
-    if isinstance(failure, CallTimeout):
-        return Outcome.TIMEOUT
-    return Outcome.CRASH if isinstance(failure, CallCrashed) else Outcome.EXCEPTION
+    return next((outcome for kind, outcome in _OUTCOMES if isinstance(failure, kind)), Outcome.EXCEPTION)
 
 
 def _is_async(function: Callable[..., Any]) -> bool:

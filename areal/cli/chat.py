@@ -87,14 +87,13 @@ def run(args: argparse.Namespace) -> int:
 
 def open_chat(model: str) -> Chat:
     """`model` is a directory, `builtin:NAME` or a Hugging Face id."""
-    from areal.engine.architecture import read_architecture
+    from areal.engine.model_choice import max_positions
     from areal.engine.models import find_model
     from areal.engine.server import load_engine
 
     directory = find_model(model, lambda text: print(text, file=sys.stderr))
-    max_positions = read_architecture(directory).max_positions
     renderer = _renderer(directory)
-    return Chat(load_engine(directory), renderer, max_positions)
+    return Chat(load_engine(directory), renderer, max_positions(directory))
 
 
 def _renderer(directory: Path) -> Renderer:

@@ -56,6 +56,24 @@ def _declare_simulate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
 
 
+def _declare_new(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("kind", choices=("workflow", "agent"), help="an episode in tokens, or one that speaks HTTP")
+    parser.add_argument("name", metavar="NAME", help="its module's name: small letters, digits and _")
+    parser.add_argument("--into", metavar="DIR", help="the package it belongs to; else areal/workflow, or here")
+    parser.add_argument("--force", action="store_true", help="overwrite what is there")
+
+
+def _declare_check(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("workflow", metavar="WORKFLOW", help="its import string: my_module.MyAgent")
+    parser.add_argument("arguments", nargs="*", metavar="NAME=VALUE", help="an argument of its constructor")
+    parser.add_argument("--data", default="builtin:sort-digits", metavar="FILE", help="tasks: .jsonl, or builtin:NAME")
+    parser.add_argument("--engine", choices=("builtin", "fake"), default="builtin", help="a small model, or none")
+    parser.add_argument("--mode", choices=("any", "inline", "subproc"), default="any", help="where agents run")
+    parser.add_argument("--n", type=int, default=32, help="episodes at once (32)")
+    parser.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="for each episode (60)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+
+
 VERBS = {
     "train": Verb(
         "train an agent's model",
@@ -71,6 +89,12 @@ VERBS = {
         "predict throughput, idle time and staleness on machines you do not have",
         _declare_simulate,
         "areal simulate --engines 64 --trainers 32 --latency lognormal:mean=30,sigma=1,tokens=4000",
+    ),
+    "new": Verb("write a workflow or an agent to start from", _declare_new, "areal new agent my_search"),
+    "check": Verb(
+        "find what would go wrong with a workflow or an agent in training",
+        _declare_check,
+        "areal check my_module.MyAgent --data sample.jsonl",
     ),
     "chat": Verb("talk to a saved model in the terminal", _declare_chat, "areal chat DIR"),
 }

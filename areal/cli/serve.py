@@ -31,9 +31,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _serve(model: str, directory: Path, host: str, port: int, key: str | None) -> None:
-    from areal.engine.architecture import read_architecture
+    from areal.engine.model_choice import max_positions
     from areal.engine.server import load_engine
-    from areal.utils.hf_utils import load_hf_tokenizer
+    from areal.utils.hf_utils import load_hf_processor, load_hf_tokenizer
 
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -43,7 +43,8 @@ async def _serve(model: str, directory: Path, host: str, port: int, key: str | N
         engine,
         load_hf_tokenizer(directory),
         gconfig=GenerationHyperparameters(),
-        max_positions=read_architecture(directory).max_positions,
+        max_positions=max_positions(directory),
+        processor=load_hf_processor(directory),
         model_name=model,
     )
     try:

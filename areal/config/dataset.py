@@ -8,9 +8,9 @@ from areal.config.errors import require
 @dataclass
 class DatasetConfig:
     path: str = ""
-    """`builtin:NAME`, or a .jsonl file with one task per line."""
+    """`builtin:NAME`, a .jsonl or .parquet file with a task per row, or a directory of them or from `save_to_disk`."""
     split: str = ""
-    """train, valid or test of a built-in task; empty = train for train_dataset, test for valid_dataset."""
+    """Of a built-in task or of a directory; empty = train for train_dataset, test for valid_dataset."""
     size: int | None = None
     """Use this many tasks only; None = all."""
     batch_size: int = 32

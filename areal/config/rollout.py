@@ -40,6 +40,8 @@ class RolloutConfig:
     """Processes that run episodes."""
     in_process: bool = False
     """Run the episodes inside the driver, for breakpoints and tests."""
+    stall_seconds: float | None = 0.5
+    """Code that holds a worker's event loop for longer is reported with its line; None = nobody watches."""
     agent: AgentConfig = field(default_factory=AgentConfig)
 
     @property
@@ -57,6 +59,10 @@ class RolloutConfig:
         for name in ("max_concurrent_rollouts", "max_idle_rejections", "num_workers"):
             value = getattr(self, name)
             require(value >= 1, f"{name} must be >= 1, got {value}")
+        require(
+            self.stall_seconds is None or self.stall_seconds >= 0.05,
+            f"stall_seconds must be >= 0.05 s, got {self.stall_seconds}; use null to watch nothing",
+        )
         require(
             self.agent.mode != "online" or self.num_workers == 1,
             f"agent.mode=online has one address for all agents, got num_workers={self.num_workers}; set it to 1",

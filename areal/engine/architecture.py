@@ -12,6 +12,10 @@ FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "
 """`model_type` of the families this decoder computes, and the class that Hugging Face knows each by."""
 
 
+class UnknownArchitecture(ModelError):
+    """A model that this decoder cannot compute; transformers may."""
+
+
 @dataclass(frozen=True)
 class RopeScaling:
     """Llama 3's stretching of the low rotary frequencies."""
@@ -83,12 +87,14 @@ def _read_config(directory: Path) -> dict[str, Any]:
 def _refuse(raw: dict[str, Any], directory: Path) -> None:
     family = raw.get("model_type", "")
     if family not in FAMILIES:
-        raise ModelError(
+        raise UnknownArchitecture(
             f"model type {family!r} in {str(directory)!r} cannot be run; the families are {', '.join(FAMILIES)}"
         )
     for key, usual in (("use_sliding_window", False), ("mlp_bias", False), ("hidden_act", "silu")):
         if raw.get(key, usual) not in (usual, None):
-            raise ModelError(f"{key}={raw[key]!r} in {str(directory)!r} cannot be run; only {key}={usual!r} can")
+            raise UnknownArchitecture(
+                f"{key}={raw[key]!r} in {str(directory)!r} cannot be run; only {key}={usual!r} can"
+            )
 
 
 def _architecture(raw: dict[str, Any], directory: Path) -> Architecture:
@@ -119,7 +125,9 @@ def _read_scaling(rope: dict[str, Any], directory: Path) -> RopeScaling | None:
     if kind == "default":
         return None
     if kind != "llama3":
-        raise ModelError(f"rotary scaling {kind!r} in {str(directory)!r} cannot be run; the kinds are default, llama3")
+        raise UnknownArchitecture(
+            f"rotary scaling {kind!r} in {str(directory)!r} cannot be run; the kinds are default, llama3"
+        )
     return RopeScaling(
         factor=rope["factor"],
         low_freq_factor=rope["low_freq_factor"],

@@ -17,6 +17,8 @@ from areal.engine.architecture import Architecture, rotary_frequencies
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q[T,H,E], k[T,K,E], v[T,K,E]) -> [T,H,E]"""
+Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""(x[T,in], weight[out,in], bias[out] or None) -> [T,out]"""
 
 
 class Layer:
@@ -60,38 +62,46 @@ class Decoder:
         self.head = self.parameters.get("head", self.embedding)
         self.final_norm = self.parameters["final_norm"]
         self.layers = [Layer(self.parameters.get, i) for i in range(architecture.num_layers)]
-        self._cos, self._sin = _rotary_tables(architecture)
+        self._rotary = _rotary_table(architecture).to(self.flat.dtype)
 
-    def hidden(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Final hidden states [T,D] of `ids[T]` at `positions[T]`."""
-        cos, sin = self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
+    def hidden(self, ids: Tensor, positions: Tensor, attend: Attend, linear: Linear = F.linear) -> Tensor:
+        """Final hidden states [T,D] of `ids[T]` at `positions[T]`; `linear` multiplies by the matrices."""
+        cos, sin = self._rotary.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
         h = F.embedding(ids, self.embedding)
         for index, layer in enumerate(self.layers):
-            h = h + self._attention(layer, index, h, cos, sin, attend)
-            h = h + self._mlp(layer, h)
+            h = h + self._attention(layer, index, h, cos, sin, attend, linear)
+            h = h + self._mlp(layer, h, linear)
         return self._norm(h, self.final_norm)
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, linear: Linear = F.linear) -> Tensor:
         """[..., D] -> [..., V]"""
-        return F.linear(hidden, self.head)
+        return linear(hidden, self.head, None)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), weight, self.architecture.norm_eps)
+        size, eps = x.shape[-1], self.architecture.norm_eps
+        if torch.is_grad_enabled():
+            return F.rms_norm(x, weight.shape[-1:], None, eps) * weight
+        # The same in a third of the kernels: x sqrt(D) / sqrt(|x|^2 + D eps).
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return x.div(torch.hypot(length, length.new_full((), (size * eps) ** 0.5))).mul_(weight * size**0.5)
 
-    def _attention(self, layer: Layer, index: int, h: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+    def _attention(
+        self, layer: Layer, index: int, h: Tensor, cos: Tensor, sin: Tensor, attend: Attend, linear: Linear
+    ) -> Tensor:
         a = self.architecture
-        qkv = F.linear(self._norm(h, layer.attention_norm), layer.qkv, layer.qkv_bias)
-        q, k, v = qkv.view(-1, a.num_heads + 2 * a.num_kv_heads, a.head_dim).split(
-            (a.num_heads, a.num_kv_heads, a.num_kv_heads), dim=1
+        qkv = linear(self._norm(h, layer.attention_norm), layer.qkv, layer.qkv_bias)
+        qk, v = qkv.view(-1, a.num_heads + 2 * a.num_kv_heads, a.head_dim).split(
+            (a.num_heads + a.num_kv_heads, a.num_kv_heads), dim=1
         )
         if layer.q_norm is not None and layer.k_norm is not None:
-            q, k = self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)
-        mixed = attend(index, _rotate(q, cos, sin), _rotate(k, cos, sin), v)
-        return F.linear(mixed.reshape(h.shape[0], -1), layer.output, layer.output_bias)
+            heads = (layer.q_norm.expand(a.num_heads, -1), layer.k_norm.expand(a.num_kv_heads, -1))
+            qk = self._norm(qk, torch.cat(heads))
+        q, k = _rotate(qk, cos, sin).split((a.num_heads, a.num_kv_heads), dim=1)
+        return linear(attend(index, q, k, v).reshape(h.shape[0], -1), layer.output, layer.output_bias)
 
-    def _mlp(self, layer: Layer, h: Tensor) -> Tensor:
-        gate, up = F.linear(self._norm(h, layer.mlp_norm), layer.gate_up).chunk(2, dim=-1)
-        return F.linear(F.silu(gate) * up, layer.down)
+    def _mlp(self, layer: Layer, h: Tensor, linear: Linear) -> Tensor:
+        gate, up = linear(self._norm(h, layer.mlp_norm), layer.gate_up, None).chunk(2, dim=-1)
+        return linear(F.silu(gate).mul_(up), layer.down, None)
 
 
 def parameter_shapes(a: Architecture) -> dict[str, torch.Size]:
@@ -144,13 +154,13 @@ def _spans(flat: Tensor, shapes: dict[str, torch.Size]) -> Iterator[tuple[str, T
         start = span.stop
 
 
-def _rotary_tables(architecture: Architecture) -> tuple[Tensor, Tensor]:
+def _rotary_table(architecture: Architecture) -> Tensor:
+    """Per position, the cosines and the sines; those of the first half negative, as `_rotate` wants them."""
     frequencies = torch.tensor(rotary_frequencies(architecture), dtype=torch.float32)
     angles = torch.arange(architecture.max_positions, dtype=torch.float32)[:, None] * frequencies[None, :]
-    both = torch.cat((angles, angles), dim=-1)
-    return both.cos(), both.sin()
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((cos, cos, -sin, sin), dim=-1)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)

@@ -4,9 +4,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from areal.api.errors import ModelError
-from areal.engine.builtin import tiny_math
+from areal.engine.builtin.tiny_countdown import TINY_COUNTDOWN
+from areal.engine.builtin.tiny_math import TINY_MATH
 
-BUILTIN: dict[str, Callable[[Callable[[str], None]], Path]] = {"tiny-math": tiny_math.cached}
+BUILTIN: dict[str, Callable[[Callable[[str], None]], Path]] = {
+    "tiny-math": TINY_MATH.cached,
+    "tiny-countdown": TINY_COUNTDOWN.cached,
+}
 
 
 def find_model(path: str, report: Callable[[str], None] = lambda text: None) -> Path:

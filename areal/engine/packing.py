@@ -47,6 +47,10 @@ class Pack:
     targets: Tensor
     order: Tensor
 
+    @property
+    def tokens(self) -> int:
+        return len(self.ids)
+
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention within each bin."""
         outputs = []

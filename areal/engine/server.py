@@ -12,12 +12,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from areal.engine.architecture import read_architecture
-from areal.engine.decoder import Decoder
 from areal.engine.embedded import EmbeddedEngine
+from areal.engine.model_choice import open_runner
 from areal.engine.remote import engine_handlers
-from areal.engine.runner import Runner
-from areal.engine.weights import load_weights
 from areal.infra.api_wire import api_wire
 from areal.infra.channel import Channel
 from areal.infra.dial_home import dial_home
@@ -31,9 +28,7 @@ NICENESS = 10
 
 def load_engine(directory: Path) -> EmbeddedEngine:
     """An embedded engine on the weights of a model directory."""
-    decoder = Decoder(read_architecture(directory))
-    load_weights(decoder, directory)
-    return EmbeddedEngine(Runner(decoder), load_hf_tokenizer(directory))
+    return EmbeddedEngine(open_runner(directory), load_hf_tokenizer(directory))
 
 
 async def serve_engine(directory: Path) -> None:

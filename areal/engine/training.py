@@ -1,4 +1,4 @@
-"""Train a decoder: packed forward and backward passes, AdamW on the flat buffer, checkpoints, published versions.
+"""Train a model: forward and backward passes, AdamW on the flat buffer, checkpoints, published versions.
 
 A batch is flat: the N positions whose tokens are trained, with every per-token figure as a tensor [N] beside them. The
 loss sums over positions with weights that the caller chose for the whole batch, so how the batch is cut into passes
@@ -10,24 +10,22 @@ import os
 import shutil
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from areal.api.engine_api import WeightUpdate
 from areal.config.actor import OptimizerConfig
-from areal.engine.architecture import Architecture, write_architecture
-from areal.engine.decoder import Decoder, parameter_count
-from areal.engine.packing import Pack, Span, pack
-from areal.engine.weights import SharedWeights, digest, load_weights, save_weights
-
-HEAD_ELEMENTS = 1 << 24
-"""Logits held at once: positions times vocabulary."""
+from areal.engine.architecture import Architecture
+from areal.engine.decoder import Decoder
+from areal.engine.packed_decoder import PackedDecoder
+from areal.engine.packing import Span
+from areal.engine.trainable import Pass, TrainableModel
+from areal.engine.weights import SharedWeights, digest
 
 Loss = Callable[[Tensor, dict[str, Tensor]], tuple[Tensor, dict[str, Tensor]]]
 """(log-probs [n], per-token fields [n]) -> (summed weighted loss, figures: sums over passes, maxima if named max_…)"""
@@ -47,25 +45,22 @@ class TrainingEngine:
 
     def __init__(
         self,
-        architecture: Architecture,
+        model: TrainableModel | Architecture,
         optimizer: OptimizerConfig,
         *,
         total_steps: int,
         max_tokens_per_mb: int = 16384,
         directory: Path | None = None,
     ) -> None:
-        """Weights come from `directory`; without one they are zeros, to be initialised by the caller."""
-        self.architecture = architecture
+        """An architecture is computed by the package's decoder, its weights zeros unless they come from `directory`."""
+        self.model = PackedDecoder(model) if isinstance(model, Architecture) else model
         self.version = 0
         self.total_steps = total_steps
         self.max_tokens_per_mb = max_tokens_per_mb
         self._config = optimizer
-        size = parameter_count(architecture)
-        self.flat = torch.zeros(size)
-        self.flat_grad = torch.zeros(size)
-        self.decoder = Decoder(architecture, self.flat, self.flat_grad)
+        self.flat, self.flat_grad = self.model.flat, self.model.flat_grad
         if directory is not None:
-            load_weights(self.decoder, directory)
+            self.model.load(directory)
         self._optimizer = self._make_optimizer()
         self._steps = 0
         self._shared: list[SharedWeights] = []
@@ -75,20 +70,20 @@ class TrainingEngine:
         """Log-probability of every trained token [N] under the present weights."""
         out = torch.empty(len(batch.temperatures))
         with torch.no_grad():
-            for part in pack(batch.spans, self.max_tokens_per_mb):
-                out[part.order] = self._forward(part, batch.temperatures[part.order])
+            for part in self._passes(batch):
+                out[part.order] = self.model.logprobs(part, batch.temperatures[part.order])
         return out
 
     def train_batch(self, batch: TokenBatch, loss: Loss) -> dict[str, float]:
         """One optimizer step; returns the loss's figures summed, and the step's own."""
         sums: dict[str, float] = defaultdict(float)
         self.flat_grad.zero_()
-        for part in pack(batch.spans, self.max_tokens_per_mb):
+        for part in self._passes(batch):
             fields = {name: values[part.order] for name, values in batch.fields.items()}
-            value, figures = loss(self._forward(part, batch.temperatures[part.order]), fields)
+            value, figures = loss(self.model.logprobs(part, batch.temperatures[part.order]), fields)
             value.backward()
             sums["loss"] += value.item()
-            sums["forward_tokens"] += len(part.ids)
+            sums["forward_tokens"] += part.tokens
             for name, figure in figures.items():
                 sums[name] = max(sums[name], figure.item()) if name.startswith("max_") else sums[name] + figure.item()
         sums["grad_norm"] = self._step()
@@ -109,8 +104,7 @@ class TrainingEngine:
         """Write the model in Hugging Face's format (the tokenizer is the caller's)."""
         target = Path(directory)
         target.mkdir(parents=True, exist_ok=True)
-        save_weights(self.decoder, target)
-        write_architecture(self.architecture, target)
+        self.model.save(target)
 
     def state(self) -> dict[str, Any]:
         """What a resumed run needs beyond the model itself."""
@@ -127,22 +121,18 @@ class TrainingEngine:
             shutil.rmtree(self._shared_dir, ignore_errors=True)
             self._shared_dir = None
 
-    def _forward(self, part: Pack, temperatures: Tensor) -> Tensor:
-        hidden = self.decoder.hidden(part.ids, part.positions, part.attend)[part.sources]
-        rows = max(1, HEAD_ELEMENTS // self.architecture.vocab_size)
-        pieces = list(zip(hidden.split(rows), part.targets.split(rows), temperatures.split(rows), strict=True))
-        if len(pieces) == 1:
-            return self._token_logprobs(*pieces[0])
-        return torch.cat([checkpoint(self._token_logprobs, *piece, use_reentrant=False) for piece in pieces])
+    @property
+    def decoder(self) -> Decoder:
+        """The package's own decoder, where it is what learns."""
+        assert isinstance(self.model, PackedDecoder), "this model is computed by transformers"
+        return self.model.decoder
 
-    def _token_logprobs(self, hidden: Tensor, targets: Tensor, temperatures: Tensor) -> Tensor:
-        logits = self.decoder.logits(hidden) / temperatures[:, None]
-        return logits.gather(1, targets[:, None]).squeeze(1) - logits.logsumexp(dim=1)
+    def _passes(self, batch: TokenBatch) -> Iterable[Pass]:
+        return self.model.passes(batch.spans, self.max_tokens_per_mb)
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
         config = self._config
-        matrices = sum(p.numel() for p in self.decoder.parameters.values() if p.dim() > 1)
-        slices = []
+        matrices, slices = self.model.matrices, []
         for span, decay in ((slice(0, matrices), config.weight_decay), (slice(matrices, None), 0.0)):
             leaf = self.flat[span].requires_grad_()
             leaf.grad = self.flat_grad[span]

@@ -2,7 +2,7 @@
 
 from areal.api.engine_api import EngineHealth, WeightUpdate
 from areal.api.io_struct import Grammar, ModelRequest, ModelResponse
-from areal.api.messages import Episode, GroupResult, GroupTask, Rejection, Row
+from areal.api.messages import Episode, GroupResult, GroupTask, Rejection, Row, Stall
 from areal.config.generation import GenerationHyperparameters
 from areal.infra.wire import Wire
 
@@ -17,6 +17,7 @@ MESSAGE_TYPES = (
     ModelResponse,
     Rejection,
     Row,
+    Stall,
     WeightUpdate,
 )
 

@@ -2,8 +2,9 @@
 
 Making a client costs some 30 ms of certificates; sharing one also shares its open connections. Clients are made on
 first use and closed with the loop: they are held by an asynchronous generator, which `asyncio.run` (and whoever else
-calls `loop.shutdown_asyncgens`) finishes. The table of loops is module state because it must be: a client belongs to a
-loop, a loop has no place to keep one, and user code that asks for a client has nothing else in hand.
+calls `loop.shutdown_asyncgens`) finishes. Closing one, or leaving its `async with`, does nothing: others share it. The
+table of loops is module state because it must be: a client belongs to a loop, a loop has no place to keep one, and user
+code that asks for a client has nothing else in hand.
 """
 
 import asyncio
@@ -26,19 +27,19 @@ KEEPALIVE_SECONDS = 60.0
 
 
 class SharedClients:
-    """The clients of one event loop. One that somebody closed is made anew."""
+    """The clients of one event loop."""
 
     def __init__(self) -> None:
         self._aiohttp: aiohttp.ClientSession | None = None
         self._httpx: httpx.AsyncClient | None = None
 
     def aiohttp_session(self) -> "aiohttp.ClientSession":
-        if self._aiohttp is None or self._aiohttp.closed:
+        if self._aiohttp is None:
             self._aiohttp = _new_aiohttp_session()
         return self._aiohttp
 
     def httpx_client(self) -> "httpx.AsyncClient":
-        if self._httpx is None or self._httpx.is_closed:
+        if self._httpx is None:
             self._httpx = _new_httpx_client()
         return self._httpx
 
@@ -46,9 +47,9 @@ class SharedClients:
         session, self._aiohttp = self._aiohttp, None
         client, self._httpx = self._httpx, None
         if session is not None:
-            await session.close()
+            await type(session).close(session)
         if client is not None:
-            await client.aclose()
+            await client.end()  # type: ignore[attr-defined]
 
 
 _Held = tuple[SharedClients, AsyncGenerator[SharedClients, None]]
@@ -91,18 +92,37 @@ def _new_aiohttp_session() -> "aiohttp.ClientSession":
     proxied = bool(urllib.request.getproxies())
     if proxied:
         os.environ.update(bypass_proxies(os.environ))
-    return aiohttp.ClientSession(
+    session = aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=READ_SECONDS),
         trust_env=proxied,
     )
 
+    async def leave_open() -> None:
+        """Others share it."""
+
+    session.close = leave_open  # type: ignore[method-assign]  # its class discourages heirs
+    return session
+
 
 def _new_httpx_client() -> "httpx.AsyncClient":
     import httpx
 
+    class SharedClient(httpx.AsyncClient):
+        async def aclose(self) -> None:
+            """Leave it open: others share it."""
+
+        async def __aenter__(self) -> "SharedClient":
+            return self
+
+        async def __aexit__(self, *exc_info: object) -> None:
+            """Leave it open: others share it."""
+
+        async def end(self) -> None:
+            await super().aclose()
+
     direct = {f"all://[{host}]" if ":" in host else f"all://{host}": None for host in LOOPBACK_HOSTS}
-    return httpx.AsyncClient(
+    return SharedClient(
         limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEPALIVE_SECONDS),
         timeout=httpx.Timeout(READ_SECONDS, connect=CONNECT_SECONDS),
         mounts=direct,

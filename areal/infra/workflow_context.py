@@ -6,7 +6,7 @@ gives a context with the defaults below.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import Context, ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ __all__ = [
     "get",
     "get_aiohttp_session",
     "get_httpx_client",
+    "of",
     "stat_scope",
 ]
 
@@ -40,6 +41,8 @@ class WorkflowContext:
     """Reaches the model without the network, and everything else over it."""
     httpx2_client: Any = None
     """The same for SDKs that want an `httpx2.AsyncClient`."""
+    workflow: str = ""
+    """The name of the workflow that runs the episode."""
 
 
 _current: ContextVar[WorkflowContext | None] = ContextVar("areal_workflow_context", default=None)
@@ -48,6 +51,11 @@ _current: ContextVar[WorkflowContext | None] = ContextVar("areal_workflow_contex
 def get() -> WorkflowContext:
     """The context of the episode that is running here."""
     return _current.get() or WorkflowContext()
+
+
+def of(context: Context) -> WorkflowContext:
+    """That of code which runs under `context`, asked from elsewhere."""
+    return context.get(_current) or WorkflowContext()
 
 
 def stat_scope() -> str:

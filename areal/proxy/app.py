@@ -53,7 +53,8 @@ class App:
         self._generation = generation
         self._admin = admin
         self._limits = limits
-        self._terms = Terms(limits.max_choices, drop_params)
+        sight = generation.renderer.sight
+        self._terms = Terms(limits.max_choices, drop_params, None if sight is None else sight.album)
         self._log = logging.getLogger("proxy")
 
     def asgi(self) -> Starlette:

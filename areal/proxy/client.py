@@ -47,10 +47,12 @@ class ArealOpenAI(AsyncOpenAI):
         max_positions: int | None = None,
         limits: ProxyLimits | None = None,
         drop_params: bool = False,
+        processor: Any = None,
         max_retries: int = 0,
         **options: Any,
     ) -> None:
-        """`gconfig` = how to sample where a call says nothing; `max_positions` = the tokenizer's `model_max_length`.
+        """`gconfig` = how to sample where a call says nothing; `max_positions` = the tokenizer's `model_max_length`;
+        `processor` = the model's (`areal.utils.hf_utils.load_hf_processor`), for pictures.
 
         `options` are those of `AsyncOpenAI`, but for its address, key and HTTP client.
         """
@@ -61,6 +63,7 @@ class ArealOpenAI(AsyncOpenAI):
             max_positions=_positions(tokenizer) if max_positions is None else max_positions,
             limits=limits,
             drop_params=drop_params,
+            processor=processor,
         )
         session = proxy.open_session()
         self._proxy = proxy

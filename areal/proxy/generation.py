@@ -22,6 +22,8 @@ from areal.proxy.sessions import Session
 from areal.proxy.token_text import byte_token_ids
 from areal.trajectory.answer import read_answer
 from areal.trajectory.completion import Completion, Prompt
+from areal.trajectory.continuation import Tools
+from areal.trajectory.meaning import Message
 from areal.trajectory.renderer import Renderer
 from areal.trajectory.tree import Tree
 
@@ -52,6 +54,10 @@ class _Question:
     def reply(self, choices: list[Completion], tokens: Sequence[list[str]] = ()) -> Reply:
         name = f"{self.call.id_prefix}{self.name}"
         return Reply(name, self.created, self.model, len(self.prompt.ids), choices, list(tokens))
+
+    def request(self, name: str, gconfig: GenerationHyperparameters) -> ModelRequest:
+        prompt = self.prompt
+        return ModelRequest(name, prompt.ids, gconfig, grammar=self.grammar, images=prompt.images)
 
     @property
     def most_tokens(self) -> int:
@@ -95,7 +101,7 @@ class Generation:
     async def answer(self, session: Session, call: Call) -> Reply:
         """Raises ApiError. Cancelling it aborts the generation and leaves no trace in the tree."""
         try:
-            question = self._question(session, call)
+            question = await self._question(session, call)
             with session.budget.reserved(question.most_tokens) as taken:
                 async with asyncio.timeout(self._timeout_seconds):
                     responses = await self._generate(question)
@@ -107,7 +113,7 @@ class Generation:
     async def stream(self, session: Session, call: Call) -> AsyncGenerator[Event, None]:
         """The same for one choice, while it is drawn; closing it does what cancelling does."""
         try:
-            question = self._question(session, call)
+            question = await self._question(session, call)
             with session.budget.reserved(question.most_tokens) as taken:
                 async with aclosing(self._stream(question)) as events:
                     async for event in events:
@@ -144,7 +150,7 @@ class Generation:
 
     async def _chunks(self, question: _Question) -> AsyncGenerator[TokenChunk, None]:
         """The engine's, of which the last must come before the deadline."""
-        request = ModelRequest(question.name, question.prompt.ids, question.gconfig, grammar=question.grammar)
+        request = question.request(question.name, question.gconfig)
         deadline = asyncio.get_running_loop().time() + self._timeout_seconds
         async with aclosing(self.engine.astream(request)) as chunks:
             while True:
@@ -154,12 +160,12 @@ class Generation:
                     return
                 yield chunk
 
-    def _question(self, session: Session, call: Call) -> _Question:
+    async def _question(self, session: Session, call: Call) -> _Question:
         if session.turns_kept is not None and len(session.tree.completions) >= session.turns_kept:
             session.tree = Tree(self.renderer)
             session.instructed.clear()
         tree = session.tree
-        prompt = tree.prompt(conversation(session, call), call.tools)
+        prompt = await _prompt(tree, conversation(session, call), call.tools)
         grammar = self._constraints.of(call, thinking=prompt.thinking)
         gconfig = sampling(
             session.gconfig,
@@ -185,7 +191,7 @@ class Generation:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _generate_one(self, question: _Question, gconfig: GenerationHyperparameters) -> ModelResponse:
-        request = ModelRequest(next(self._names), question.prompt.ids, gconfig, grammar=question.grammar)
+        request = question.request(next(self._names), gconfig)
         return _checked(await self.engine.agenerate(request))
 
     def _record(self, question: _Question, choice: int, response: ModelResponse) -> Completion:
@@ -222,6 +228,13 @@ class Generation:
         if isinstance(error, EngineError):
             return from_engine(error)
         return engine_failed(f"the engine gave no answer within {self._timeout_seconds:g} s")
+
+
+async def _prompt(tree: Tree, messages: list[Message], tools: Tools) -> Prompt:
+    draft = tree.draft(messages, tools)
+    # Pictures take too long for the loop; what is only text does not, and keeps its turn.
+    ids = await asyncio.to_thread(tree.encode, draft) if draft.pictures else tree.encode(draft)
+    return tree.settle(draft, ids)
 
 
 def _checked(response: ModelResponse) -> ModelResponse:

@@ -6,6 +6,7 @@ from typing import Any, Literal
 from areal.api.messages import Row
 from areal.trajectory import Tree, export, returns
 from areal.trajectory.completion import Completion
+from areal.trajectory.pictures import readable
 
 ExportStyle = Literal["individual", "concat"]
 
@@ -17,7 +18,7 @@ class Interaction:
     id: str
     """Of the completion it ends with."""
     messages: list[dict[str, Any]]
-    """Every message to the end of the answer."""
+    """Every message to the end of the answer; pictures are named, the row has them."""
     reward: float
     """What the answer was given, 0 if nothing; once a discount was applied, with what flowed back to it."""
     given: float
@@ -36,7 +37,7 @@ def interactions(
     return {
         node.id: Interaction(
             id=node.id,
-            messages=tree.conversation(node),
+            messages=[readable(message) for message in tree.conversation(node)],
             reward=totals[node.index] if discounted else node.reward or 0.0,
             given=sum(tree.completions[index].reward or 0.0 for index in _trained(row)),
             row=row,

@@ -39,14 +39,17 @@ class Proxy:
         drop_params: bool = False,
         tool_parser: str | None = None,
         reasoning_parser: str | None = None,
+        processor: Any = None,
         model_name: str = "default",
         admin_key: str | None = None,
         self_reward: bool = False,
     ) -> None:
-        """`limits` to `reasoning_parser` are those of `ProxyConfig`; `admin_key` None = one made for this proxy."""
+        """`limits` to `reasoning_parser` are those of `ProxyConfig`; `processor` is the model's, None = it sees no
+        pictures; `admin_key` None = one made for this proxy.
+        """
         limits = limits or ProxyLimits()
         self._limits = limits
-        self._renderer = Renderer(tokenizer, tool_parser, reasoning_parser)
+        self._renderer = Renderer(tokenizer, tool_parser, reasoning_parser, processor)
         self._generation = Generation(engine, self._renderer, max_positions, model_name, limits.call_timeout_seconds)
         self._gconfig = self._generation.defaults(gconfig)
         self._sessions = Sessions(limits)

@@ -2,7 +2,8 @@
 
 Where the answer is a number, the completion's last number is compared with it, as text: `0125` is not `125`, because
 the answer may be a sequence of digits and not a quantity. Any other answer must be the whole completion, but for white
-space around it. For quantities and marked answers there is `math_answer`.
+space around it. A solution that ends in `#### 12` has the answer `12`. For quantities and marked completions there is
+`math_answer`.
 """
 
 import re
@@ -14,7 +15,7 @@ _NUMBER = re.compile(r"(?<!\d)-?\d+(?:\.\d+)?")
 def exact_match_reward(
     prompt: Any, completion: str, prompt_ids: list[int], completion_ids: list[int], answer: Any, **_: Any
 ) -> float:
-    expected = str(answer).strip()
+    expected = str(answer).rpartition("####")[2].strip()
     if _NUMBER.fullmatch(expected):
         return float(last_number(completion) == expected)
     return float(completion.strip() == expected)

@@ -28,18 +28,27 @@ def math_answer_reward(
 ) -> float:
     found = extract_answer(completion)
     expected = str(answer)
-    return float(found is not None and answers_equal(found, _marked(expected) or expected))
+    return float(found is not None and answers_equal(found, marked_answer(expected) or expected))
 
 
 def extract_answer(completion: str) -> str | None:
     """The final answer as it is written, or None if there is no candidate."""
-    marked = _marked(completion)
+    marked = marked_answer(completion)
     if marked is not None:
         return marked
     said = _SAID.findall(completion)
     if said and said[-1].strip():
         return _said(said[-1])
-    return _number_in(completion, first=False)
+    return number_in(completion, first=False)
+
+
+def marked_answer(text: str) -> str | None:
+    r"""What stands in the last `\boxed{...}`, else on the line behind the last `####`."""
+    boxed = _last_boxed(text)
+    if boxed is not None:
+        return boxed
+    _, mark, after = text.rpartition("####")
+    return after.strip().partition("\n")[0].strip() if mark and after.strip() else None
 
 
 def answers_equal(left: str, right: str) -> bool:
@@ -63,12 +72,10 @@ def parse_number(text: str) -> Fraction | None:
     return Fraction(above) / divisor if divisor else None
 
 
-def _marked(text: str) -> str | None:
-    boxed = _last_boxed(text)
-    if boxed is not None:
-        return boxed
-    _, mark, after = text.rpartition("####")
-    return after.strip().partition("\n")[0].strip() if mark and after.strip() else None
+def number_in(text: str, *, first: bool) -> str | None:
+    """The first or the last number in `text`, as it is written."""
+    numbers = _NUMBER.findall(text)
+    return str(numbers[0 if first else -1]) if numbers else None
 
 
 def _last_boxed(text: str) -> str | None:
@@ -84,12 +91,7 @@ def _last_boxed(text: str) -> str | None:
 def _said(line: str) -> str:
     """The answer in what follows "answer is": all of it if it is a number, else the first number behind any `=`."""
     tail = line.rpartition("=")[2].strip(" .*")
-    return tail if parse_number(tail) is not None else _number_in(tail, first=True) or tail
-
-
-def _number_in(text: str, *, first: bool) -> str | None:
-    numbers = _NUMBER.findall(text)
-    return str(numbers[0 if first else -1]) if numbers else None
+    return tail if parse_number(tail) is not None else number_in(tail, first=True) or tail
 
 
 def _plain(text: str) -> str:

@@ -1,6 +1,7 @@
 """Episodes of an agent: it talks to the policy through a session of the proxy, and returns a reward."""
 
 import importlib.util
+from dataclasses import replace
 from typing import Any
 
 from areal.api.messages import Episode
@@ -42,9 +43,8 @@ class AgentDoor:
         return harvest(session.tree, reward, self.name, self._config), session.tree.digests
 
     def _context(self, session: Session, context: WorkflowContext) -> WorkflowContext:
-        return WorkflowContext(
-            is_eval=context.is_eval,
-            task_id=context.task_id,
+        return replace(
+            context,
             base_url=session.base_url,
             api_key=session.api_key,
             http_client=self._proxy.http_client,

@@ -7,8 +7,9 @@ from typing import Any
 from areal.api.errors import WorkflowError
 from areal.config.generation import GenerationHyperparameters
 from areal.rollout.naming import import_object, name_of
+from areal.utils.hf_utils import load_hf_processor, load_hf_tokenizer
 
-FILLED = ("gconfig", "tokenizer", "reward_fn")
+FILLED = ("gconfig", "tokenizer", "processor", "reward_fn")
 """Arguments that a user may leave to the config; an empty string leaves one too."""
 
 
@@ -18,20 +19,27 @@ class Fillers:
 
     gconfig: GenerationHyperparameters
     tokenizer: Any
+    """One, or the path of one."""
     reward_fn: str = ""
     """An import string; empty = none."""
+    processor: Any = None
+    """Of a model that sees pictures."""
 
 
 def construct(target: type, kwargs: dict[str, Any], fillers: Fillers) -> Any:
     """`target(**kwargs)`, with what its constructor names and they lack filled in, and import strings resolved."""
     offered = {"gconfig": fillers.gconfig, "tokenizer": fillers.tokenizer}
+    if fillers.processor is not None:
+        offered["processor"] = fillers.processor
     if fillers.reward_fn:
         offered["reward_fn"] = fillers.reward_fn
     names = _named_parameters(target)
     arguments = {name: value for name, value in offered.items() if name in names} | _given(kwargs)
     _require_complete(target, arguments)
     if isinstance(arguments.get("tokenizer"), str):
-        arguments["tokenizer"] = _load_tokenizer(arguments["tokenizer"])
+        arguments["tokenizer"] = load_hf_tokenizer(_directory(arguments["tokenizer"]))
+    if isinstance(arguments.get("processor"), str):
+        arguments["processor"] = load_hf_processor(_directory(arguments["processor"]))
     if isinstance(arguments.get("reward_fn"), str):
         arguments["reward_fn"] = import_object(arguments["reward_fn"], "reward_fn")
     return target(**arguments)
@@ -75,11 +83,9 @@ def _require_complete(target: type, arguments: dict[str, Any]) -> None:
         ) from None
 
 
-def _load_tokenizer(path: str) -> Any:
-    from areal.utils.hf_utils import load_hf_tokenizer
-
+def _directory(path: str) -> str:
     if path.startswith("builtin:"):
         from areal.engine.models import find_model  # makes models, so it needs torch
 
-        return load_hf_tokenizer(find_model(path))
-    return load_hf_tokenizer(path)
+        return str(find_model(path))
+    return path

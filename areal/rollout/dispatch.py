@@ -4,6 +4,7 @@ Owns how loaded each worker is. Knows nothing of batches, staleness or training.
 """
 
 import asyncio
+import os
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -11,8 +12,12 @@ from typing import Any, Protocol
 import cloudpickle
 
 from areal.api.errors import WorkflowError
-from areal.api.messages import GroupResult, GroupTask
+from areal.api.messages import GroupResult, GroupTask, Stall
+from areal.infra.stall_book import StallBook, over
 from areal.rollout.lineage import Lineage
+from areal.utils.logging import getLogger
+
+logger = getLogger("rollout")
 
 
 class Worker(Protocol):
@@ -23,6 +28,8 @@ class Dispatch:
     def __init__(self, workers: Sequence[Worker], group_seconds: float | None) -> None:
         """`group_seconds`: a worker that takes longer for a group is stuck; None = trust its episodes' own deadline."""
         self.lineage = Lineage()
+        self.stalls = StallBook()
+        """What blocked the workers' event loops."""
         self._workers = list(workers)
         self._load = Counter[int]()
         self._group_seconds = group_seconds
@@ -40,12 +47,20 @@ class Dispatch:
                 raise
             raise WorkflowError(
                 f"rollout worker {index} gave no answer for {self._group_seconds:g} s, longer than its episodes may "
-                "take; a workflow that blocks its event loop (time.sleep, a synchronous request) does that"
+                "take; a workflow that blocks its event loop (time.sleep, a synchronous request) does that, and "
+                "its log then names the line"
             ) from None
         finally:
             self._load[index] -= task.n_samples
         self.lineage.check(result.digests)
+        for stall in result.stalls:
+            self._note(stall)
         return result
+
+    def _note(self, stall: Stall) -> None:
+        if stall.process != os.getpid() and self.stalls.is_news(stall):
+            logger.warning("%s", over(stall))
+        self.stalls.add(stall)
 
 
 def pack_task(data: dict[str, Any]) -> bytes:

@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from areal.api.messages import GroupResult, GroupTask
+from areal.infra.stall_book import StallBook
 from areal.rollout.admission import Admission
 from areal.rollout.dispatch import Dispatch, Worker, pack_task
 from areal.rollout.shelf import Filter, Shelf
@@ -66,6 +67,10 @@ class Pipeline:
     def tally(self) -> Tally:
         """Rejections of training."""
         return self._shelf.tally
+
+    @property
+    def stalls(self) -> StallBook:
+        return self._dispatch.stalls
 
     async def take(self, count: int) -> list[GroupResult]:
         """The next `count` groups, oldest first, none staler than allowed."""

@@ -1,10 +1,11 @@
 """What a RolloutWorkflow returns, checked and turned into rows.
 
 Two shapes are known: the full tensor dict, batch first, and the short form of one completion (1-D prompt `input_ids`,
-`output_ids`, scalar `reward`), whose log-probs the trainer recomputes. Everything wrong is named at once.
+`output_ids`, scalar `reward`), whose log-probs the trainer recomputes. Either may have `images`: encoded pictures in
+the order of their places, a list for each row, in the short form one list. Everything wrong is named at once.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,9 @@ from areal.api.errors import AgentFailed
 from areal.api.messages import Array, Row
 
 REQUIRED = ("input_ids", "loss_mask", "logprobs", "versions", "rewards")
-OPTIONAL = ("attention_mask", "returns", "completion_index", "temperatures", "group_id")
+OPTIONAL = ("attention_mask", "returns", "completion_index", "temperatures", "group_id", "truncated")
+PER_ROW = ("rewards", "group_id", "truncated")
+"""Fields of shape [batch]; the others have [batch, length]."""
 SHORT = {"input_ids": 1, "output_ids": 1, "reward": 0}
 """Dimensions of the short form's fields."""
 
@@ -30,14 +33,23 @@ def rows_of(tensors: Any, name: str, temperature: float | None = 1.0) -> list[Ro
     faults = [f"{key} is missing" for key in required if key not in tensors]
     if temperature is None and "temperatures" not in tensors:
         faults.append("temperatures is missing, though its calls differ in temperature")
-    arrays, unreadable = _read(tensors)
+    numbers = {key: value for key, value in tensors.items() if key != "images"}
+    arrays, unreadable = _read(numbers)
     faults += unreadable + (_short_faults(arrays) if is_short else _faults(arrays))
+    images = tensors.get("images")
+    if images is not None:
+        faults += _image_faults([images]) if is_short else _row_faults(images, arrays) or _image_faults(images)
     if faults:
         raise AgentFailed(f"{name} returned a wrong trajectory: " + "; ".join(faults))
     sampled_at = 1.0 if temperature is None else temperature
     if is_short:
-        return [_short_row(arrays, sampled_at)]
-    return [_row(arrays, index, sampled_at) for index in range(len(arrays["rewards"]))]
+        rows = [_short_row(arrays, sampled_at)]
+    else:
+        rows = [_row(arrays, index, sampled_at) for index in range(len(arrays["rewards"]))]
+    if images is not None:
+        for row, shown in zip(rows, [images] if is_short else images, strict=True):
+            row.images = list(shown)
+    return rows
 
 
 def _read(tensors: Mapping[str, Any]) -> tuple[dict[str, Array], list[str]]:
@@ -62,7 +74,7 @@ def _faults(arrays: dict[str, Array]) -> list[str]:
     if len(shape) != 2 or 0 in shape:
         return [*faults, f"input_ids must have shape [batch, length], got {list(shape)}"]
     for key, array in arrays.items():
-        wanted = shape[:1] if key in ("rewards", "group_id") else shape
+        wanted = shape[:1] if key in PER_ROW else shape
         if array.shape != wanted:
             faults.append(f"{key} must have shape {list(wanted)}, got {list(array.shape)}")
         elif array.dtype.kind == "f" and not np.isfinite(array).all():
@@ -89,6 +101,27 @@ def _meaning_faults(arrays: dict[str, Array]) -> list[str]:
     return faults
 
 
+def _row_faults(images: Any, arrays: dict[str, Array]) -> list[str]:
+    if not isinstance(images, list | tuple):
+        return [f"images must be a list with a list of encoded bytes for each row, got {type(images).__name__}"]
+    ids = arrays.get("input_ids")
+    if ids is None or ids.ndim != 2 or len(images) == len(ids):
+        return []
+    return [f"images must have a list for each of the {len(ids)} rows, got {len(images)}"]
+
+
+def _image_faults(images: Sequence[Any]) -> list[str]:
+    """Of pictures by row."""
+    strangers = {type(shown).__name__ for shown in images if not isinstance(shown, list | tuple)}
+    if strangers:
+        return [f"images must hold a list for each row, got {', '.join(sorted(strangers))}"]
+    strangers = {type(image).__name__ for shown in images for image in shown if not isinstance(image, bytes)}
+    if strangers:
+        names = ", ".join(sorted(strangers))
+        return [f"images must hold encoded bytes, got {names}; use areal.utils.images.encode_image"]
+    return []
+
+
 def _row(arrays: dict[str, Array], index: int, temperature: float) -> Row:
     attention = arrays.get("attention_mask")
     length = arrays["input_ids"].shape[1] if attention is None else np.count_nonzero(attention[index])
@@ -109,6 +142,7 @@ def _row(arrays: dict[str, Array], index: int, temperature: float) -> Row:
         else np.where(mask, index, -1).astype(np.int32),
         temperatures=take("temperatures", np.float32) if "temperatures" in arrays else _temperatures(mask, temperature),
         reward=reward,
+        truncated=bool(arrays["truncated"][index]) if "truncated" in arrays else False,
     )
 
 

@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 from areal.api.errors import AgentFailed, EpisodeRejected, EpisodeTimeout
+from areal.infra.stall_watch import LoopBlocked
 from areal.utils.logging import getLogger
 
 GRACE_SECONDS = 5.0
@@ -90,6 +91,8 @@ def _outcome(task: asyncio.Task[Any], name: str) -> Any:
         return task.result()
     except EpisodeRejected:
         raise
+    except LoopBlocked as error:
+        raise EpisodeTimeout(f"{name} {error}; await what waits, or set rollout.agent.mode=subproc") from error
     except (Exception, asyncio.CancelledError) as error:  # nobody cancelled it but itself
         raise AgentFailed(f"{name} raised {type(error).__name__}: {error}") from error
 

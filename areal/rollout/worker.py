@@ -10,8 +10,7 @@ import pickle
 import sys
 import time
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 from areal.api.engine_api import InferenceEngine
 from areal.api.messages import Episode, GroupResult, GroupTask, Rejection
@@ -33,10 +32,11 @@ from areal.rollout.constructor import Fillers
 from areal.rollout.episodes import Digests, Door, run_episode
 from areal.rollout.naming import name_of
 from areal.rollout.online_door import OnlineDoor
+from areal.rollout.stalls import WorkerStalls
 from areal.rollout.subproc_door import AgentPool, SubprocDoor
 from areal.rollout.workflow_door import WorkflowDoor
 from areal.rollout.workflows import WorkflowSpec, is_agent, is_rollout_workflow, load
-from areal.utils.hf_utils import load_hf_tokenizer
+from areal.utils.hf_utils import load_hf_processor, load_hf_tokenizer
 
 ROLE = "rollout worker"
 
@@ -63,6 +63,7 @@ class RolloutWorker:
         """By `is_eval`."""
         self._proxy = proxy
         self._timeout_seconds = timeout_seconds
+        self._stalls: WorkerStalls | None = None
         self._held = AsyncExitStack()
         self._held.push_async_callback(engine.aclose)
         self._held.push_async_callback(workflow_context.close_clients)
@@ -72,6 +73,7 @@ class RolloutWorker:
     async def start(cls, setup: WorkerSetup) -> "RolloutWorker":
         """Connect, listen, and construct the workflows; what is open is closed again if one of these fails."""
         tokenizer = load_hf_tokenizer(setup.tokenizer_path)
+        processor = load_hf_processor(setup.tokenizer_path)
         engine = RemoteEngine(await connect(setup.engine_address, wire=api_wire(), peer="the engine"))
         proxy = Proxy(
             engine,
@@ -82,9 +84,11 @@ class RolloutWorker:
             drop_params=setup.proxy.drop_params,
             tool_parser=setup.proxy.tool_parser,
             reasoning_parser=setup.proxy.reasoning_parser,
+            processor=processor,
             admin_key=setup.proxy.admin_key or None,
             self_reward=setup.rollout.agent.self_reward,
         )
+        fillers = Fillers(setup.gconfig.new(n_samples=1), tokenizer, setup.reward_fn, processor)
         worker = cls({}, proxy, engine, setup.rollout.agent.timeout_seconds)
         try:
             # The config has seen to it that it is loopback, or that the admin key was chosen.
@@ -92,7 +96,10 @@ class RolloutWorker:
             # A client made without a session's address must not reach the internet by accident.
             nowhere = {"OPENAI_BASE_URL": f"{proxy.origin}/v1", "OPENAI_API_KEY": NO_SESSION_KEY}
             worker._held.enter_context(environment(nowhere))
-            worker._doors = await _doors(setup, proxy, engine, tokenizer, worker._held)
+            worker._doors = await _doors(setup, proxy, engine, fillers, worker._held)
+            if setup.rollout.stall_seconds is not None:  # from here on: constructors may take their time
+                worker._stalls = WorkerStalls(setup.rollout.stall_seconds, worker._timeout_seconds)
+                worker._held.callback(worker._stalls.close)
         except BaseException:
             await worker.aclose()
             raise
@@ -110,6 +117,8 @@ class RolloutWorker:
                 result.episodes.append(outcome)
             else:
                 result.rejections.append(outcome)
+        if self._stalls is not None:
+            result.stalls = self._stalls.take()
         return result
 
     async def aclose(self) -> None:
@@ -117,16 +126,15 @@ class RolloutWorker:
 
     async def _run_sample(self, task: GroupTask) -> tuple[Episode | Rejection, Digests]:
         """Each sample has its own copy of the task, which its agent may change."""
-        context = WorkflowContext(is_eval=task.is_eval, task_id=task.task_id)
         door, data = self._doors[task.is_eval], pickle.loads(task.data)
+        context = WorkflowContext(is_eval=task.is_eval, task_id=task.task_id, workflow=door.name)
         return await run_episode(door, data, context, greedy=task.greedy, seconds=self._timeout_seconds)
 
 
 async def _doors(
-    setup: WorkerSetup, proxy: Proxy, engine: InferenceEngine, tokenizer: Any, held: AsyncExitStack
+    setup: WorkerSetup, proxy: Proxy, engine: InferenceEngine, fillers: Fillers, held: AsyncExitStack
 ) -> dict[bool, Door]:
-    gconfig = setup.gconfig.new(n_samples=1)
-    agent = setup.rollout.agent
+    gconfig, agent = fillers.gconfig, setup.rollout.agent
     pool: AgentPool | None = None
     if agent.mode == "subproc":
         pool = AgentPool(agent.subproc_max_workers)
@@ -139,13 +147,15 @@ async def _doors(
             outside.announce(with_key=not setup.proxy.admin_key)
             return outside
         if pool is not None and is_agent(spec):
-            parcel = AgentParcel(packed, Fillers(gconfig, setup.tokenizer_path, setup.reward_fn))
+            path = setup.tokenizer_path
+            afar = replace(fillers, tokenizer=path, processor=None if fillers.processor is None else path)
+            parcel = AgentParcel(packed, afar)
             away = SubprocDoor(name_of(spec.target), parcel, pool, proxy, agent, gconfig)
             await away.prepare()
             return away
-        workflow = load(spec, Fillers(gconfig, tokenizer, setup.reward_fn))
+        workflow = load(spec, fillers)
         if is_rollout_workflow(workflow):
-            return WorkflowDoor(workflow, engine, tokenizer)
+            return WorkflowDoor(workflow, engine, fillers.tokenizer)
         return AgentDoor(workflow, proxy, agent, gconfig)
 
     train = await door(setup.workflow, online=agent.mode == "online")

@@ -1,5 +1,6 @@
 """Episodes of a RolloutWorkflow: it calls the engine itself, and returns tensors or interactions to train on."""
 
+import re
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
@@ -10,7 +11,7 @@ import numpy as np
 from areal.api.engine_api import InferenceEngine
 from areal.api.errors import AgentFailed, NoInteractions
 from areal.api.io_struct import ModelRequest, ModelResponse, TokenChunk
-from areal.api.messages import Episode, Row
+from areal.api.messages import Array, Episode, Row
 from areal.infra import workflow_context
 from areal.infra.workflow_context import WorkflowContext
 from areal.rollout.episodes import Digests
@@ -19,6 +20,9 @@ from areal.rollout.naming import name_of
 from areal.rollout.tensors import rows_of
 from areal.rollout.user_code import bounded, call
 from areal.rollout.workflows import episode_function
+
+REPEATED = re.compile(r"(<[^<>\s]+>|\[[^\[\]\s]+\])\1{3,}")
+"""The same token of no text, four times and more."""
 
 
 class WorkflowDoor:
@@ -65,15 +69,20 @@ class WorkflowDoor:
     def _readable(self, row: Row) -> list[dict[str, Any]]:
         """A row as a person reads it: stretches of prompt and of sampled tokens."""
         edges = np.flatnonzero(np.diff(row.loss_mask)) + 1
-        stretches = [
+        stretches: list[dict[str, Any]] = [
             {
                 "role": "assistant" if row.loss_mask[part[0]] else "prompt",
-                "content": self._tokenizer.decode(row.input_ids[part]),
+                "content": self._text(row, part),
             }
             for part in np.split(np.arange(len(row.input_ids)), edges)
         ]
         stretches[-1]["reward"] = row.reward
         return stretches
+
+    def _text(self, row: Row, part: Array) -> str:
+        """A picture is hundreds of the same token: one of them and their number say as much."""
+        text = str(self._tokenizer.decode(row.input_ids[part]))
+        return REPEATED.sub(lambda same: f"{same[1]}×{len(same[0]) // len(same[1])}", text) if row.images else text
 
 
 class WitnessedEngine:

@@ -10,7 +10,6 @@ from safetensors import SafetensorError
 
 from areal.api.errors import ArealError
 from areal.engine.training import TrainingEngine
-from areal.engine.weights import load_weights
 
 STATE_FILE = "trainer.pt"
 
@@ -36,7 +35,7 @@ def save_checkpoint(directory: Path, engine: TrainingEngine, tokenizer: Any, sta
 
 def load_checkpoint(directory: Path, engine: TrainingEngine) -> dict[str, Any]:
     """Put the engine where it was; return the trainer's state."""
-    load_weights(engine.decoder, directory)
+    engine.model.load(directory)
     saved = torch.load(directory / STATE_FILE, weights_only=True)
     engine.load_state(saved["engine"])
     state: dict[str, Any] = saved["trainer"]

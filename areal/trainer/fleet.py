@@ -14,7 +14,7 @@ from areal.api.engine_api import WeightUpdate
 from areal.api.errors import ArealError, EngineError
 from areal.api.messages import GroupResult
 from areal.config.experiment import PPOConfig
-from areal.engine.architecture import read_architecture
+from areal.engine.model_choice import max_positions
 from areal.infra.channel import ChannelClosed
 from areal.infra.loop_thread import LoopThread
 from areal.rollout.admission import Admission
@@ -58,7 +58,7 @@ class Fleet:
             eval_workflow=eval_workflow.pack(),
             engine_address="",
             tokenizer_path=str(tokenizer),
-            max_positions=read_architecture(model).max_positions,
+            max_positions=max_positions(model),
             reward_fn=config.reward_fn,
             proxy=config.proxy,
         )
@@ -117,6 +117,11 @@ class Fleet:
     @property
     def tally(self) -> Tally:
         return self._running.tally
+
+    @property
+    def stalls(self) -> list[str]:
+        """What blocked the rollout workers' event loops, a sentence per line of code."""
+        return self._running.stalls.summary()
 
     def cpu_seconds(self) -> dict[str, float]:
         return self._wait(self._processes.cpu_seconds())

@@ -28,6 +28,7 @@ def closing(summary: dict[str, Any], run: Path, model: Path, curve: Path) -> str
         f"engine busy during {summary['overlap']:.0%} of training",
         f"processor time · {cpu}",
         f"engine and trainer log-probs differ by at most {summary['max_logprob_difference']:.0e}",
+        *summary.get("stalls", []),
         *_greedy(summary["held_out"]),
         *([summary["verdict"]] if "verdict" in summary else []),
         f"curve       {curve}",

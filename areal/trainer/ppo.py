@@ -20,7 +20,7 @@ class PPOTrainer:
         """Datasets given here win over those that the config names. A built-in model is made now if it must be."""
         self.config = config
         self._tasks = read_tasks(train_dataset) if train_dataset is not None else self._configured("train")
-        self._valid = read_tasks(valid_dataset) if valid_dataset is not None else self._configured("valid")
+        self._valid = read_tasks(valid_dataset, "test") if valid_dataset is not None else self._configured("valid")
         with Announcer() as report:
             self._model = find_model(config.actor.path, report)
         self._tokenizer = find_model(config.tokenizer_path) if config.tokenizer_path else self._model

@@ -12,7 +12,7 @@ from typing import Any, Self
 from areal.api.errors import DatasetError
 from areal.config.experiment import SFTConfig
 from areal.dataset import TaskSource, get_custom_dataset, read_tasks
-from areal.engine.architecture import read_architecture
+from areal.engine.model_choice import open_trainable
 from areal.engine.models import find_model
 from areal.engine.supervised import mean_nll, supervised_batch
 from areal.engine.training import TrainingEngine
@@ -61,11 +61,10 @@ class SFTTrainer:
         directory = self._directory = self._directory or RunDirectory.open(self.config)
         total = self._total_steps()
         engine = TrainingEngine(
-            read_architecture(self._model),
+            open_trainable(self._model),
             self.config.actor.optimizer,
             total_steps=total,
             max_tokens_per_mb=self.config.actor.max_tokens_per_mb,
-            directory=self._model,
         )
         checkpoints = directory.checkpoints()
         first = int(load_checkpoint(checkpoints[-1], engine)["step"]) if checkpoints else 0

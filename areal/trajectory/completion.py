@@ -6,6 +6,28 @@ from typing import Any
 from areal.api.io_struct import StopReason
 from areal.api.messages import Array
 from areal.trajectory.meaning import Digest, Message
+from areal.trajectory.pictures import Picture
+
+
+@dataclass(slots=True)
+class Draft:
+    """Where a call stands in the tree, as text that is still to be encoded."""
+
+    parent: "Completion | None"
+    """The completion whose conversation this one continues."""
+    extends: bool
+    """The text comes behind the parent's ids; False where the conversation goes on but the template wrote it anew."""
+    text: str
+    pictures: list[Picture]
+    """Those whose places are in the text, in order."""
+    messages: list[Message]
+    """What comes after the parent's answer."""
+    path: Digest
+    """Meaning of the whole conversation so far."""
+    tools: list[dict[str, Any]] | None
+    """What the model may call; None = nothing is a call."""
+    thinking: bool
+    """The text ends inside thinking, so the answer begins with it."""
 
 
 @dataclass(slots=True)
@@ -27,6 +49,14 @@ class Prompt:
     """What the model may call; None = nothing is a call."""
     thinking: bool
     """The prompt ends inside thinking, so the answer begins with it."""
+    pictures: list[Picture] = field(default_factory=list)
+    """Those whose places are in the ids, in order."""
+    new_pictures: list[Picture] = field(default_factory=list)
+    """Those whose places are in the new ids."""
+
+    @property
+    def images(self) -> list[bytes]:
+        return [picture.data for picture in self.pictures]
 
 
 @dataclass(slots=True)
@@ -53,6 +83,8 @@ class Completion:
     """The prompt had opened its thinking already."""
     prompt_ids: Array
     """int32: the prompt's ids beyond the parent's, or all of them if `extends` is False."""
+    pictures: list[Picture]
+    """Those whose places are in these ids."""
     output_ids: Array
     """int32"""
     logprobs: Array

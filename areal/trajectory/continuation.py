@@ -9,11 +9,13 @@ If it does not, because the template wrote the past differently this time (it dr
 continuation and the caller starts a new branch.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from areal.api.errors import RequestError
 from areal.trajectory.completion import Completion
 from areal.trajectory.meaning import Message, same_words
+from areal.trajectory.pictures import Picture
 from areal.trajectory.renderer import Renderer
 from areal.trajectory.window import window
 
@@ -39,15 +41,15 @@ def newer_text(
     return whole
 
 
-def newer_ids(renderer: Renderer, parent: Completion, newer: str) -> list[int]:
+def newer_ids(renderer: Renderer, parent: Completion, newer: str, pictures: Sequence[Picture] = ()) -> list[int]:
     """The closing begins with the end token; where the model sampled it, it is there already."""
     if parent.end_id is not None:
         closing = newer.lstrip()  # white space that a template puts before its end token came too late
         if closing.startswith(renderer.decode([parent.end_id])):
-            ids = renderer.encode(closing)
+            ids = renderer.encode(closing, pictures)
             if ids[:1] == [parent.end_id]:
                 return ids[1:]
-    return renderer.encode(newer)
+    return renderer.encode(newer, pictures)
 
 
 def _newer_text(

@@ -37,6 +37,7 @@ def _row(tree: Tree, last: Completion, trained: set[int], totals: list[float]) -
     path = tree.token_path(last)
     length = sum(len(node.prompt_ids) + len(node.output_ids) for node in path)
     row = _prompt_row(length, last)
+    row.images = [picture.data for node in path for picture in node.pictures]
     begin = 0
     for node in path:
         middle = begin + len(node.prompt_ids)

@@ -2,9 +2,9 @@
 
 Clients send turns back changed (null content as "", keys in another order, `None` fields added, thinking left out). Two
 messages mean the same if role, content, tool names and parsed tool arguments agree; a tool result also points at the
-same call. Call ids are names for places in the conversation, not meaning: a result is identified by the place of the
-call it answers. An assistant's thinking is no part of the identity, because many clients drop it; where one is sent
-back it must be the recorded one.
+same call. Pictures agree where their bytes do. Call ids are names for places in the conversation, not meaning: a result
+is identified by the place of the call it answers. An assistant's thinking is no part of the identity, because many
+clients drop it; where one is sent back it must be the recorded one.
 """
 
 import json
@@ -13,8 +13,11 @@ from typing import Any
 
 import orjson
 
+from areal.trajectory.pictures import identity
+
 Message = dict[str, Any]
-"""role, content (str), and where they apply: tool_calls, tool_call_id, name, reasoning_content.
+"""role, content (text; parts where there are pictures: pictures.py), and where they apply: tool_calls, tool_call_id,
+name, reasoning_content.
 A tool call is {"id", "type": "function", "function": {"name", "arguments"}}, arguments parsed where they are JSON."""
 
 Digest = bytes
@@ -48,7 +51,7 @@ def extend(path: Digest, message: Message, places: dict[str, str]) -> Digest:
     answered = message.get("tool_call_id")
     fields = [
         role,
-        message["content"],
+        identity(message["content"]),
         calls,
         None if answered is None else places.get(answered, answered),
         None if role == "assistant" else message.get("name"),

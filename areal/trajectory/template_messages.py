@@ -1,4 +1,5 @@
-"""Messages as a chat template wants them: thinking where it reads it, call ids of the length it insists on."""
+"""Messages as a chat template wants them: thinking where it reads it, call ids of the length it insists on, pictures
+as parts that name no bytes."""
 
 import re
 from hashlib import blake2b
@@ -16,11 +17,15 @@ class TemplateMessages:
         self._marks = None if "reasoning_content" in str(template) else format.reasoning
         """Put around thinking that the template can only find in the content."""
         self._short_ids = isinstance(format.calls, Mistral)
+        self.parts_only = False
+        """The template reads text only where it is a part."""
 
     def __call__(self, messages: list[Message]) -> list[Message]:
-        if self._marks is None and not self._short_ids:
-            return messages
-        return [self._message(message) for message in messages]
+        if self._marks is not None or self._short_ids:
+            messages = [self._message(message) for message in messages]
+        if self.parts_only or any(isinstance(message["content"], list) for message in messages):
+            messages = [{**message, "content": self._content(message["content"])} for message in messages]
+        return messages
 
     def _message(self, message: Message) -> Message:
         thought = message.get("reasoning_content")
@@ -34,6 +39,11 @@ class TemplateMessages:
         if self._short_ids and message.get("tool_call_id"):
             message = {**message, "tool_call_id": short_id(message["tool_call_id"])}
         return message
+
+    def _content(self, content: Any) -> Any:
+        if isinstance(content, list):
+            return [{"type": "image"} if part.get("type") == "image" else part for part in content]
+        return [{"type": "text", "text": content}] if self.parts_only and isinstance(content, str) else content
 
 
 def short_id(call_id: str) -> str:

@@ -1,7 +1,8 @@
-"""A tree as a person reads it: its longest conversation, each answer with the reward it got."""
+"""A tree as a person reads it: its longest conversation, pictures named, each answer with the reward it got."""
 
 from areal.trajectory.completion import Completion
 from areal.trajectory.meaning import Message
+from areal.trajectory.pictures import readable
 from areal.trajectory.tree import Tree
 
 
@@ -15,7 +16,7 @@ def transcript(tree: Tree) -> list[Message]:
     leaf = max(tree.completions, key=lambda node: (lengths[node.index], node.index))
     messages: list[Message] = []
     for node in _path(tree, leaf):
-        messages += [dict(message) for message in node.messages]
+        messages += [readable(message) for message in node.messages]
         messages.append(dict(node.message) if node.reward is None else {**node.message, "reward": node.reward})
     return messages
 

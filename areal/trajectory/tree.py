@@ -14,10 +14,11 @@ from areal.api.errors import RequestError
 from areal.api.io_struct import ModelResponse
 from areal.api.messages import Array
 from areal.trajectory.answer import Answer
-from areal.trajectory.completion import Completion, Prompt
+from areal.trajectory.completion import Completion, Draft, Prompt
 from areal.trajectory.continuation import Tools, newer_ids, newer_text
 from areal.trajectory.lines import Lines
 from areal.trajectory.meaning import Digest, Message, extend
+from areal.trajectory.pictures import Picture, pictures_in
 from areal.trajectory.recognition import recognise
 from areal.trajectory.renderer import Renderer
 from areal.trajectory.spoken import meant
@@ -34,11 +35,17 @@ class Tree:
 
     def prompt(self, messages: list[Message], tools: Tools = None) -> Prompt:
         """Place a conversation in the tree and turn it into ids. Records nothing."""
+        draft = self.draft(messages, tools)
+        return self.settle(draft, self.encode(draft))
+
+    def draft(self, messages: list[Message], tools: Tools = None) -> Draft:
+        """The first step of `prompt`."""
         tools = self._shared(tools)
         line = self._lines.read(messages, lambda message: meant(message, self.renderer.format, tools))
         found = recognise(self, line)
         if found is None:
-            return self._branch(None, messages, line.path, tools, self.renderer.render(messages, tools))
+            text = self.renderer.render(messages, tools)
+            return self._draft(None, text, pictures_in(messages), messages, line.path, tools)
         parent, answer_at = found
         if messages[answer_at] == parent.message:
             line.messages[answer_at] = parent.message  # held once
@@ -46,13 +53,39 @@ class Tree:
         # What was recorded is rendered, not how the client spells it today: spelling must not move the past.
         before = self.conversation(parent)[:-1]
         try:
-            text = newer_text(self.renderer, parent, before, newer, tools)
-            if text is not None:
-                return self._continuation(parent, newer, line.path, tools, text)
-            whole = self.renderer.render([*before, parent.message, *newer], tools)
+            behind = newer_text(self.renderer, parent, before, newer, tools)
+            if behind is not None:
+                return self._draft(parent, behind, pictures_in(newer), newer, line.path, tools, extends=True)
+            text = self.renderer.render([*before, parent.message, *newer], tools)
         except RequestError:  # calls that the client spells as text may fit no template that has them as calls
-            whole = self.renderer.render(messages, tools)
-        return self._branch(parent.index, newer, line.path, tools, whole)
+            text = self.renderer.render(messages, tools)
+        return self._draft(parent, text, pictures_in([*before, *newer]), newer, line.path, tools)
+
+    def encode(self, draft: Draft) -> list[int]:
+        """The second step: the ids of the text. Reads nothing that changes, so it may run in a thread."""
+        if draft.parent is None or not draft.extends:
+            return self.renderer.encode(draft.text, draft.pictures)
+        return newer_ids(self.renderer, draft.parent, draft.text, draft.pictures)
+
+    def settle(self, draft: Draft, new_ids: list[int]) -> Prompt:
+        """The last step."""
+        parent = draft.parent
+        ids, pictures = new_ids, draft.pictures
+        if parent is not None and draft.extends:
+            ids = self.token_ids(parent, new_ids)
+            pictures = [picture for node in self.token_path(parent) for picture in node.pictures] + pictures
+        return Prompt(
+            ids=ids,
+            parent=None if parent is None else parent.index,
+            extends=draft.extends,
+            new_ids=new_ids,
+            messages=draft.messages,
+            path=draft.path,
+            tools=draft.tools,
+            thinking=draft.thinking,
+            pictures=pictures,
+            new_pictures=draft.pictures,
+        )
 
     def add(
         self,
@@ -78,6 +111,7 @@ class Tree:
             tools=prompt.tools,
             thinking=prompt.thinking,
             prompt_ids=np.asarray(prompt.new_ids, np.int32),
+            pictures=prompt.new_pictures,
             output_ids=np.asarray(response.output_tokens, np.int32),
             logprobs=np.asarray(response.output_logprobs, np.float32),
             versions=np.asarray(response.output_versions, np.int32),
@@ -164,14 +198,19 @@ class Tree:
         ids: list[int] = np.concatenate([*parts, np.asarray(newer, np.int32)]).tolist()
         return ids
 
-    def _continuation(self, parent: Completion, newer: list[Message], path: Digest, tools: Tools, text: str) -> Prompt:
-        new_ids = newer_ids(self.renderer, parent, text)
-        ids = self.token_ids(parent, new_ids)
-        return Prompt(ids, parent.index, True, new_ids, newer, path, tools, self.renderer.opens_thinking(text))
-
-    def _branch(self, parent: int | None, messages: list[Message], path: Digest, tools: Tools, text: str) -> Prompt:
-        ids = self.renderer.encode(text)
-        return Prompt(ids, parent, False, ids, messages, path, tools, self.renderer.opens_thinking(text))
+    def _draft(
+        self,
+        parent: Completion | None,
+        text: str,
+        pictures: list[Picture],
+        messages: list[Message],
+        path: Digest,
+        tools: Tools,
+        *,
+        extends: bool = False,
+    ) -> Draft:
+        thinking = self.renderer.opens_thinking(text)
+        return Draft(parent, extends, text, pictures, messages, path, tools, thinking)
 
     def _shared(self, tools: Tools) -> Tools:
         """Equal tools as one object: they are sent with every call, and stored once."""

@@ -7,6 +7,7 @@ Whether that holds for a template is checked on whole conversations: the first f
 """
 
 from areal.trajectory.meaning import Message
+from areal.trajectory.pictures import text_of
 from areal.utils import logging
 
 WHOLE = 16
@@ -51,7 +52,7 @@ def _last_question(messages: list[Message]) -> int | None:
     """Some clients send tool results as a user's words; templates that know this do not take them for a question."""
     for place in range(len(messages) - 1, -1, -1):
         message = messages[place]
-        if message["role"] == "user" and not message["content"].startswith("<tool_response>"):
+        if message["role"] == "user" and not text_of(message["content"]).startswith("<tool_response>"):
             return place
     return None
 

@@ -1,6 +1,7 @@
 """Tensor dicts, batch first."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -10,8 +11,10 @@ PADDING = {"attention_mask": 0, "loss_mask": 0, "versions": -1, "completion_inde
 """What fields are padded with whatever `pad_value` is, because another value would mean something."""
 
 
-def concat_padded_tensors(dicts: Sequence[dict[str, Tensor]], pad_value: float = 0) -> dict[str, Tensor]:
+def concat_padded_tensors(dicts: Sequence[dict[str, Any]], pad_value: float = 0) -> dict[str, Any]:
     """Join tensor dicts along the batch, padding [B, L, …] tensors on the right to the longest L.
+
+    What is a list with an entry per row, as `images` is, is joined as one.
 
     A dict that has `input_ids` but lacks `attention_mask` gets one of ones first: padding can be told from tokens.
     """
@@ -22,13 +25,19 @@ def concat_padded_tensors(dicts: Sequence[dict[str, Tensor]], pad_value: float =
     for each in filled:
         if set(each) != set(keys):
             raise ValueError(f"every dict must have the same keys, got {sorted(keys)} and {sorted(each)}")
-    return {key: _join([each[key] for each in filled], PADDING.get(key, pad_value)) for key in keys}
+    return {key: _joined(key, [each[key] for each in filled], pad_value) for key in keys}
 
 
-def _with_attention_mask(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _with_attention_mask(tensors: dict[str, Any]) -> dict[str, Any]:
     if "input_ids" not in tensors or "attention_mask" in tensors:
         return tensors
     return {**tensors, "attention_mask": torch.ones_like(tensors["input_ids"], dtype=torch.bool)}
+
+
+def _joined(key: str, values: list[Any], pad_value: float) -> Any:
+    if all(isinstance(value, list) for value in values):
+        return [row for value in values for row in value]
+    return _join(values, PADDING.get(key, pad_value))
 
 
 def _join(tensors: list[Tensor], value: float) -> Tensor:

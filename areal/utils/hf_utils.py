@@ -1,4 +1,4 @@
-"""Load tokenizers in the one way this package relies on."""
+"""Load tokenizers and processors in the one way this package relies on."""
 
 import json
 from functools import partial
@@ -7,6 +7,7 @@ from typing import Any
 
 PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 """What a tokenizer that is nothing but its tokenizer.json calls itself; loading one as such needs no torch."""
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 
 
 def load_hf_tokenizer(path: str | Path) -> Any:
@@ -19,9 +20,39 @@ def load_hf_tokenizer(path: str | Path) -> Any:
     else:
         from transformers import AutoTokenizer as Loader
 
-    tokenizer = Loader.from_pretrained(str(path))
+    return _listing_ids(Loader.from_pretrained(str(path)))
+
+
+def load_hf_processor(path: str | Path) -> Any:
+    """The processor of a model that sees pictures, its tokenizer as above; None where the directory has none.
+
+    Needs Pillow and, because transformers' processors do, torch; torchvision only for those that insist on it.
+    """
+    if not any((Path(path) / name).is_file() for name in PROCESSOR_FILES):
+        return None
+    from transformers import AutoProcessor
+
+    try:
+        processor = AutoProcessor.from_pretrained(str(path))
+    except Exception as error:  # a missing package comes as whatever the processor's authors let through
+        raise ValueError(
+            f"the processor in {path} cannot be loaded: {type(error).__name__}: {_first_line(error)}; install what it "
+            f"names (processors for video need torchvision), or remove {' and '.join(PROCESSOR_FILES)} to go without "
+            "pictures"
+        ) from error
+    if getattr(processor, "image_processor", None) is None or getattr(processor, "tokenizer", None) is None:
+        return None  # of another kind: a tokenizer alone, or one for sound
+    _listing_ids(processor.tokenizer)
+    return processor
+
+
+def _listing_ids(tokenizer: Any) -> Any:
     tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, return_dict=False)
     return tokenizer
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), "")
 
 
 def _class_name(directory: Path) -> str:

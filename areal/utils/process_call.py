@@ -42,6 +42,8 @@ class Call:
         self.function = function
         self.body = body
         self.timeout_seconds = timeout_seconds
+        self.alone = False
+        """Not to be sent with others, since a process that had it among others ended before any began."""
         # Never marked as running before it is settled, since a running Future cannot be cancelled.
         self.future: Future[Any] = Future()
         self._lock = threading.Lock()

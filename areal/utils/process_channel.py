@@ -11,25 +11,28 @@ from enum import IntEnum
 
 DIGEST_BYTES = 16
 """Length of the name that a function goes by on a channel."""
+EXHAUSTED_STATUS = 179
+"""Exit status of a worker process that ran into its memory limit; it may be unable to say so in a frame."""
 _HEADER = struct.Struct("!BQ")
+_TIMEVAL = struct.Struct("@ll")
 _CHUNK_BYTES = 1 << 16
 
 
 class Kind(IntEnum):
     LOAD = 1
     """To the worker: keep this function."""
-    CALL = 2
-    """To the worker: run a kept function with these arguments."""
+    BATCH = 2
+    """To the worker: run a kept function with these arguments, once for each, in order."""
     LOADED = 3
     """The function is kept."""
     STARTED = 4
-    """The arguments are unpacked and the function begins: its deadline runs from here."""
+    """All arguments are unpacked and the first call begins: its deadline runs from here."""
     RESULT = 5
-    """The function returned."""
+    """A call returned, and the next one begins."""
     FAILED = 6
-    """Loading or calling raised."""
-    EXHAUSTED = 7
-    """Loading or calling ran into the memory limit, so the process is of no further use."""
+    """A call raised, and the next one begins."""
+    UNLOADABLE = 7
+    """A function, or the arguments of one call, cannot be loaded; otherwise like LOADED or RESULT."""
 
 
 class ChannelClosed(EOFError):
@@ -37,24 +40,35 @@ class ChannelClosed(EOFError):
 
 
 class Channel:
-    """One end. A deadline is a `time.monotonic()` value; None waits for as long as the other end lives."""
+    """One end. A deadline is a `time.monotonic()` value; None waits for as long as the other end lives.
+
+    The kernel keeps the deadlines of a blocking socket: every further system call would hand the interpreter to another
+    thread, which may keep it for milliseconds.
+    """
 
     def __init__(self, end: socket.socket) -> None:
+        end.setblocking(True)
         self._socket = end
         self._buffer = bytearray()
 
     def send(self, kind: Kind, body: bytes = b"", deadline: float | None = None) -> None:
-        self._allow(deadline)
-        try:
-            self._socket.sendall(_HEADER.pack(kind, len(body)) + body)
-        except BlockingIOError:
-            raise TimeoutError("the frame was not taken in time") from None
-        except ConnectionError as error:
-            raise ChannelClosed(str(error)) from error
+        left = memoryview(_HEADER.pack(kind, len(body)) + body)
+        while left:
+            flags = self._allow(socket.SO_SNDTIMEO, deadline)
+            try:
+                left = left[self._socket.send(left, flags) :]
+            except BlockingIOError:
+                raise TimeoutError("the frame was not taken in time") from None
+            except ConnectionError as error:
+                raise ChannelClosed(str(error)) from error
 
     def receive(self, deadline: float | None = None) -> tuple[Kind, bytes]:
-        kind, length = _HEADER.unpack(self._take(_HEADER.size, deadline))
-        return Kind(kind), self._take(length, deadline)
+        number, length = _HEADER.unpack(self._take(_HEADER.size, deadline))
+        try:
+            kind = Kind(number)
+        except ValueError:
+            raise ChannelClosed("something else was written into the channel") from None
+        return kind, self._take(length, deadline)
 
     def close(self) -> None:
         self._socket.close()
@@ -67,9 +81,9 @@ class Channel:
         return taken
 
     def _read(self, deadline: float | None) -> bytes:
-        self._allow(deadline)
+        flags = self._allow(socket.SO_RCVTIMEO, deadline)
         try:
-            chunk = self._socket.recv(_CHUNK_BYTES)
+            chunk = self._socket.recv(_CHUNK_BYTES, flags)
         except BlockingIOError:
             raise TimeoutError("no frame came in time") from None
         except ConnectionError as error:
@@ -78,7 +92,14 @@ class Channel:
             raise ChannelClosed("the other end closed")
         return chunk
 
-    def _allow(self, deadline: float | None) -> None:
+    def _allow(self, option: int, deadline: float | None) -> int:
+        """Let the next system call wait until `deadline`; returns the flags to call with."""
+        if deadline is None:
+            return 0
+        left_us = int((deadline - time.monotonic()) * 1e6)
         # Past the deadline the socket is still asked once without waiting: an answer that came in time counts even if
         # this thread was not scheduled to see it.
-        self._socket.settimeout(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        if left_us <= 0:
+            return socket.MSG_DONTWAIT
+        self._socket.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(*divmod(left_us, 1_000_000)))
+        return 0

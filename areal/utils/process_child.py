@@ -1,4 +1,4 @@
-"""One worker process seen from its parent: start it, give it functions, run a call in it, end it.
+"""One worker process seen from its parent: start it, give it functions, begin calls in it, end it.
 
 Used by the one thread that made it, except for `kill`, which any thread may call. That thread must outlive it: Linux
 sends a worker its parent-death signal when the *thread* that started it ends.
@@ -11,21 +11,23 @@ import socket
 import subprocess
 import sys
 import threading
-import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from areal.utils.process_call import PackedFunction
 from areal.utils.process_channel import Channel, ChannelClosed, Kind
-from areal.utils.process_errors import CallCrashed, CallFailed, CallTimeout
+from areal.utils.process_errors import CallFailed, LoadFailed
+from areal.utils.process_tickets import Tickets
 
 # A command, not multiprocessing, so that scripts without a main guard work. The search path comes by argument and not
 # by PYTHONPATH, which the user's own sub-processes would inherit.
 _BOOTSTRAP = (
-    "import sys; own, sys.path[:] = sys.argv[1:4], sys.argv[4:]; del sys.argv[1:]; "
-    "from areal.utils.process_worker import main; main(int(own[0]), int(own[1]), float(own[2]))"
+    "import sys; own, sys.path[:] = sys.argv[1:5], sys.argv[5:]; del sys.argv[1:]; "
+    "from areal.utils.process_worker import main; main(*map(int, own[:3]), float(own[3]))"
 )
 _MAX_FUNCTIONS = 64
+_MAX_BATCH = 1 << 12
 _END_SECONDS = 10.0
 
 
@@ -37,39 +39,61 @@ class Limits:
     """CPU time of one call, rounded up to whole seconds; None = no limit."""
 
 
-class NotStarted(Exception):
-    """The process ended before the call began, so the call may be given to another."""
-
-
 class Child:
     def __init__(self, limits: Limits) -> None:
         ours, theirs = socket.socketpair()
         self._channel = Channel(ours)
+        self._tickets = Tickets.new()
         self._functions: set[bytes] = set()
+        self._warming: PackedFunction | None = None
         self._lock = threading.Lock()
         self._ended = False
         self.usable = True
-        """False once it was killed, died, or ran out of memory: end it and start another."""
+        """False once it was killed or died: end it and start another."""
         with theirs:
             try:
-                self._process = _start(theirs.fileno(), limits)
+                self._process = _start(theirs.fileno(), self._tickets.read_fd, limits)
             except OSError:
                 ours.close()
+                self._tickets.close()
                 raise
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
-    def run(self, function: PackedFunction, body: bytes, timeout_seconds: float, load_seconds: float) -> Any:
-        """The result of one call. Loading its function and arguments has its own limit; the deadline is for running."""
+    def knows(self, function: PackedFunction) -> bool:
+        """Whether it has loaded that function."""
+        return function.digest in self._functions
+
+    def warm(self, function: PackedFunction, deadline: float) -> None:
+        """Let it import what `function` needs while there is nothing to do; says nothing if that fails."""
+        with suppress(ChannelClosed, TimeoutError):  # whoever calls it next will learn
+            self._send_load(function, deadline)
+            self._warming = function
+
+    def begin(self, function: PackedFunction, bodies: list[bytes], deadline: float) -> None:
+        """Load the function and these arguments and begin the first call. Raises LoadFailed if it cannot be loaded."""
+        self._finish_warming(function, deadline)
+        if not self.knows(function):
+            self._send_load(function, deadline)
+            self._finish_load(function, deadline)
+        assert len(bodies) <= _MAX_BATCH
+        self._tickets.put(len(bodies) - 1)
+        self._channel.send(Kind.BATCH, function.digest + pickle.dumps(bodies), deadline)
+        self._expect(Kind.STARTED, function, deadline)
+
+    def reply(self, function: PackedFunction, deadline: float) -> Any:
+        """The result of the call that was begun first and not replied to yet. Raises CallFailed if it raised."""
+        packed = self._expect(Kind.RESULT, function, deadline)
         try:
-            return self._run(function, body, timeout_seconds, load_seconds)
-        except CallFailed:
-            raise
-        except BaseException:
-            self.usable = False
-            raise
+            return pickle.loads(packed)
+        except Exception as error:
+            raise CallFailed(function.name, type(error).__name__, f"its result cannot be read here: {error}") from error
+
+    def take_back(self) -> int:
+        """How many of the calls that were sent last did not begin, and now will not."""
+        return self._tickets.take(_MAX_BATCH)
 
     def kill(self) -> None:
         """End the process and those it started, at once; harmless after its end."""
@@ -79,16 +103,18 @@ class Child:
             if not self._ended:
                 _kill_group(self.pid)
 
-    def end(self) -> str:
-        """Kill it if it lives, release everything, and say how it ended."""
+    def end(self) -> int | None:
+        """Kill it if it lives, release everything; its exit status as `subprocess` has it, None if it will not end."""
         self.kill()
         with self._lock:
+            if not self._ended:
+                self._channel.close()
+                self._tickets.close()
             self._ended = True
-        self._channel.close()
         try:
-            return _exit_text(self._process.wait(_END_SECONDS))
+            return self._process.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:
-            return f"process {self.pid} did not end within {_END_SECONDS:g} s of SIGKILL"
+            return None
 
     def alive(self) -> bool:
         """Whether the process runs. Looks without reaping, so that its number stays its own."""
@@ -100,47 +126,35 @@ class Child:
             except ChildProcessError:
                 return False
 
-    def _run(self, function: PackedFunction, body: bytes, timeout_seconds: float, load_seconds: float) -> Any:
-        try:
-            self._begin(function, body, time.monotonic() + load_seconds)
-        except ChannelClosed as error:
-            raise NotStarted from error
-        except TimeoutError:
-            raise CallTimeout(f"{function.name} and its arguments took over {load_seconds:g} s to load") from None
-        try:
-            return self._finish(function, time.monotonic() + timeout_seconds)
-        except ChannelClosed:
-            raise CallCrashed(f"{function.name} ended its process: {self.end()}") from None
-        except TimeoutError:
-            raise CallTimeout(f"{function.name} was killed after {timeout_seconds:g} s") from None
+    def _send_load(self, function: PackedFunction, deadline: float) -> None:
+        forget = len(self._functions) >= _MAX_FUNCTIONS
+        if forget:
+            self._functions.clear()
+        load = pickle.dumps((function.digest, search_path(), forget, function.payload))
+        self._channel.send(Kind.LOAD, load, deadline)
 
-    def _begin(self, function: PackedFunction, body: bytes, deadline: float) -> None:
-        if function.digest not in self._functions:
-            forget = len(self._functions) >= _MAX_FUNCTIONS
-            load = pickle.dumps((function.digest, search_path(), forget, function.payload))
-            self._channel.send(Kind.LOAD, load, deadline)
-            self._expect(Kind.LOADED, function, deadline)
-            if forget:
-                self._functions.clear()
-            self._functions.add(function.digest)
-        self._channel.send(Kind.CALL, function.digest + body, deadline)
-        self._expect(Kind.STARTED, function, deadline)
+    def _finish_load(self, function: PackedFunction, deadline: float) -> None:
+        self._expect(Kind.LOADED, function, deadline)
+        self._functions.add(function.digest)
 
-    def _finish(self, function: PackedFunction, deadline: float) -> Any:
-        result = self._expect(Kind.RESULT, function, deadline)
+    def _finish_warming(self, wanted: PackedFunction, deadline: float) -> None:
+        warming, self._warming = self._warming, None
+        if warming is None:
+            return
         try:
-            return pickle.loads(result)
-        except Exception as error:
-            raise CallFailed(function.name, type(error).__name__, f"its result cannot be read here: {error}") from error
+            self._finish_load(warming, deadline)
+        except LoadFailed:
+            if warming.digest == wanted.digest:
+                raise
 
     def _expect(self, wanted: Kind, function: PackedFunction, deadline: float) -> bytes:
         kind, body = self._channel.receive(deadline)
-        if kind is Kind.EXHAUSTED:
-            self.usable = False
-            raise CallFailed(function.name, "MemoryError", "it needs more memory than its process may have")
+        if kind is Kind.UNLOADABLE:
+            raise LoadFailed(function.name, *pickle.loads(body))
         if kind is Kind.FAILED:
             raise CallFailed(function.name, *pickle.loads(body))
-        assert kind is wanted, f"worker answered {kind.name}, expected {wanted.name}"
+        if kind is not wanted:
+            raise ChannelClosed(f"the worker answered {kind.name} instead of {wanted.name}, so nothing it says counts")
         return body
 
 
@@ -149,13 +163,13 @@ def search_path() -> list[str]:
     return [os.path.abspath(entry) for entry in sys.path]
 
 
-def _start(channel_fd: int, limits: Limits) -> "subprocess.Popen[bytes]":
-    own = [str(channel_fd), str(limits.memory_bytes or 0), str(limits.cpu_seconds or 0)]
+def _start(channel_fd: int, tickets_fd: int, limits: Limits) -> "subprocess.Popen[bytes]":
+    own = [str(channel_fd), str(tickets_fd), str(limits.memory_bytes or 0), str(limits.cpu_seconds or 0)]
     return subprocess.Popen(
         [sys.executable, "-P", "-c", _BOOTSTRAP, *own, *search_path()],
         stdin=subprocess.DEVNULL,
         stdout=2,  # what functions print is for people; results have a channel of their own
-        pass_fds=(channel_fd,),
+        pass_fds=(channel_fd, tickets_fd),
         process_group=0,  # one signal reaches what a function started, and Ctrl-C reaches only us
         env={"OMP_NUM_THREADS": "1", **os.environ},  # there are as many processes as cores
     )
@@ -168,9 +182,3 @@ def _kill_group(pid: int) -> None:
         return  # already gone and reaped by a process-wide SIGCHLD policy
     except PermissionError:
         os.kill(pid, signal.SIGKILL)
-
-
-def _exit_text(code: int) -> str:
-    if code >= 0:
-        return f"exit status {code}"
-    return f"killed by {signal.Signals(-code).name}"

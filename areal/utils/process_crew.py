@@ -6,13 +6,14 @@ one that dies is replaced at once.
 
 import os
 import threading
-from collections import deque
-from typing import Any
+import time
 
 from areal.utils.logging import getLogger
-from areal.utils.process_call import Call
-from areal.utils.process_child import Child, Limits, NotStarted
-from areal.utils.process_errors import CallCrashed, PoolClosed
+from areal.utils.process_batch import Batch, Failed, NotStarted
+from areal.utils.process_call import Call, PackedFunction
+from areal.utils.process_child import Child, Limits
+from areal.utils.process_errors import CallCrashed, CallError, CallExhausted, CallTimeout, PoolClosed
+from areal.utils.process_queue import CallQueue
 
 _JOIN_SECONDS = 15.0
 
@@ -27,7 +28,7 @@ class Crew:
         # Re-entrant, because the garbage collector may close the pool in a thread that holds it.
         self._lock = threading.RLock()
         self._wake = threading.Condition(self._lock)
-        self._calls: deque[Call] = deque()
+        self._queue = CallQueue(size)
         self._waiting = 0
         self._threads: list[threading.Thread] = []
         self._children: set[Child] = set()
@@ -38,24 +39,33 @@ class Crew:
         with self._lock:
             if self._closed:
                 raise PoolClosed(f"{call.function.name} was submitted to a closed process pool; make another")
-            self._calls.append(call)
-            if len(self._calls) > self._waiting and len(self._threads) < self._size:
-                self._threads.append(_start_owner(self))
-            self._wake.notify()
+            self._queue.append(call)
+            self._staff()
 
-    def take(self) -> Call | None:
-        """The next call that is still wanted, or None when the pool closes."""
-        while (call := self._next()) is not None and call.future.cancelled():
-            call.settle()
-        return call
+    def give_back(self, calls: list[Call]) -> None:
+        """Calls that were taken and did not begin, to be run before all others."""
+        with self._lock:
+            if not self._closed:
+                self._queue.put_back(calls)
+                self._staff()
+                return
+        _refuse(calls)
 
-    def _next(self) -> Call | None:
+    def take(self) -> list[Call]:
+        """The next calls for one process; none when the pool closes."""
         with self._wake:
-            while not self._calls and not self._closed:
+            while not self._closed:
+                if calls := self._queue.cut():
+                    return calls
                 self._waiting += 1
                 self._wake.wait()
                 self._waiting -= 1
-            return None if self._closed else self._calls.popleft()
+            return []
+
+    def note_pace(self, call: Call, seconds: float) -> None:
+        """How long calls like this one take; decides how many are sent together."""
+        with self._lock:
+            self._queue.note_pace(call, seconds)
 
     def hire(self) -> Child:
         child = Child(self._limits)
@@ -86,21 +96,22 @@ class Crew:
             self._closed = True
             for child in self._children:
                 child.kill()
-            queued = list(self._calls)
-            self._calls.clear()
+            queued = self._queue.clear()
             self._wake.notify_all()
-        for call in queued:
-            call.settle(error=PoolClosed(f"{call.function.name} was queued when its process pool was closed"))
+        _refuse(queued)
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(_JOIN_SECONDS)
 
-
-def _start_owner(crew: Crew) -> threading.Thread:
-    # A daemon, because a thread that waits for work must not keep the interpreter alive; the pool's finalizer ends it.
-    thread = threading.Thread(target=Owner(crew).work, name="process-pool", daemon=True)
-    thread.start()
-    return thread
+    def _staff(self) -> None:
+        """See to it that someone takes what is queued."""
+        if len(self._queue) > self._waiting and len(self._threads) < self._size:
+            # A daemon, because a thread that waits for work must not keep the interpreter alive; the pool's finalizer
+            # ends it.
+            thread = threading.Thread(target=Owner(self).work, name="process-pool", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        self._wake.notify(len(self._queue))
 
 
 class Owner:
@@ -111,54 +122,56 @@ class Owner:
         self._child: Child | None = None
 
     def work(self) -> None:
-        while (call := self._crew.take()) is not None:
-            self._serve(call)
-            del call
+        while calls := self._crew.take():
+            self._serve(calls)
+            del calls  # the results that these hold belong to whoever waits for them
         self._drop()
 
-    def _serve(self, call: Call) -> None:
-        try:
-            result, failure = self._run(call), None
-        except Exception as error:
-            result, failure = None, self._explain(call, error)
+    def _serve(self, calls: list[Call]) -> None:
+        failed = self._run(calls)
         # Before settling, so that whoever sees a failure finds the pool at its full size.
-        self._heal()
-        call.settle(result, failure)
+        self._heal(calls[0].function)
+        for call, failure in failed:
+            if self._crew.closed:
+                failure = PoolClosed(f"{call.function.name} was running when its process pool was closed")
+            call.settle(error=failure)
 
-    def _run(self, call: Call) -> Any:
+    def _run(self, calls: list[Call]) -> Failed:
         try:
-            return self._run_in_child(call)
-        except NotStarted:
-            if call.future.cancelled():
-                raise
-            # An idle process died (the kernel was short of memory, say): not this call's doing.
-            self._drop()
-        try:
-            return self._run_in_child(call)
-        except NotStarted:
-            raise CallCrashed(
-                f"{call.function.name} never began: its worker process ended twice while loading"
-            ) from None
+            return self._run_in_child(calls)
+        except NotStarted as error:
+            return self._not_started(calls, error.failure)
+        except PoolClosed as error:
+            return [(call, error) for call in calls]
+        except OSError as error:
+            text = f"{calls[0].function.name} never began: no worker process could be started ({error})"
+            return [(call, CallCrashed(text)) for call in calls]
 
-    def _run_in_child(self, call: Call) -> Any:
+    def _run_in_child(self, calls: list[Call]) -> Failed:
         child = self._child = self._child or self._crew.hire()
-        call.enter(child)
-        try:
-            return child.run(call.function, call.body, call.timeout_seconds, self._crew.load_seconds)
-        finally:
-            call.leave()
+        batch = Batch(child, calls, self._crew.give_back)
+        failed = batch.run(self._crew.load_seconds)
+        if batch.seconds_per_call is not None:
+            self._crew.note_pace(calls[0], batch.seconds_per_call)
+        return failed
 
-    def _explain(self, call: Call, error: Exception) -> Exception:
-        if self._crew.closed:
-            return PoolClosed(f"{call.function.name} was running when its process pool was closed")
-        if isinstance(error, OSError):
-            return CallCrashed(f"{call.function.name} never began: no worker process could be started ({error})")
-        return error
+    def _not_started(self, calls: list[Call], failure: CallError) -> Failed:
+        """An idle process may have died by itself, and of many calls any may be the cause: each is tried again, alone.
 
-    def _heal(self) -> None:
+        A call that was tried alone, or is to blame for sure, has failed.
+        """
+        if len(calls) == 1 and (calls[0].alone or isinstance(failure, CallTimeout | CallExhausted)):
+            return [(calls[0], failure)]
+        for call in calls:
+            call.alone = True
+        self._crew.give_back(calls)
+        return []
+
+    def _heal(self, function: PackedFunction) -> None:
         """Replace a process that is of no use before the next call needs it."""
         if self._child is None or self._child.usable:
             return
+        was_loaded = self._child.knows(function)
         self._drop()
         try:
             self._child = self._crew.hire()
@@ -166,8 +179,16 @@ class Owner:
             return
         except OSError as error:
             getLogger("process_pool").warning("a worker process could not be replaced yet: %s", error)
+            return
+        if was_loaded:  # else it may be what ended the process
+            self._child.warm(function, time.monotonic() + self._crew.load_seconds)
 
     def _drop(self) -> None:
         if self._child is not None:
             self._crew.dismiss(self._child)
             self._child = None
+
+
+def _refuse(calls: list[Call]) -> None:
+    for call in calls:
+        call.settle(error=PoolClosed(f"{call.function.name} was queued when its process pool was closed"))

@@ -1,11 +1,15 @@
 """How a call in a worker process can end other than with its result.
 
 CallError
-├── CallTimeout    it ran past its deadline and its process was killed
-├── CallCrashed    its process ended under it
-├── CallFailed     it raised; carries the exception as text, because a remote one may not exist here
-└── PoolClosed     the pool was closed before it finished
+├── CallTimeout        it ran past its deadline and its process was killed
+├── CallCrashed        its process ended under it
+│   └── CallExhausted  it needed more memory than its process may have
+├── CallFailed         it raised; carries the exception as text, because a remote one may not exist here
+│   └── LoadFailed     it never began: its module or its arguments cannot be loaded in a worker process
+└── PoolClosed         the pool was closed before it finished
 """
+
+from typing import Self
 
 
 class CallError(Exception):
@@ -20,6 +24,10 @@ class CallCrashed(CallError):
     """The call's process ended under it."""
 
 
+class CallExhausted(CallCrashed):
+    """The call needed more memory than its process may have, so that was ended."""
+
+
 class PoolClosed(CallError):
     """The pool was closed before the call finished."""
 
@@ -27,8 +35,10 @@ class PoolClosed(CallError):
 class CallFailed(CallError):
     """The function raised, or it, its arguments or its result cannot travel between processes."""
 
+    _VERB = "raised"
+
     def __init__(self, function: str, kind: str, text: str, trace: str = "") -> None:
-        super().__init__(f"{function} raised {kind}: {text}")
+        super().__init__(f"{function} {self._VERB} {kind}: {text}")
         self.function = function
         self.kind = kind
         """Name of the exception's type."""
@@ -39,5 +49,11 @@ class CallFailed(CallError):
         if trace:
             self.add_note(f"In the worker process:\n{trace.rstrip()}")
 
-    def __reduce__(self) -> tuple[type["CallFailed"], tuple[str, str, str, str]]:
+    def __reduce__(self) -> tuple[type[Self], tuple[str, str, str, str]]:
         return type(self), (self.function, self.kind, self.text, self.trace)
+
+
+class LoadFailed(CallFailed):
+    """The function's module, or its arguments, raised while a worker process loaded them; the call never began."""
+
+    _VERB = "could not be loaded in a worker process:"

@@ -1,9 +1,10 @@
 """Run functions in worker processes that can be killed: a hung, crashing or greedy call hurts nobody else.
 
-`ProcessPool.submit` may be called from any thread and for any event loop. The pool refuses to retry: a call that began
-is never run twice.
+`ProcessPool.submit` may be called from any thread, `run` in any event loop. The pool refuses to retry: a call that
+began is never run twice.
 """
 
+import asyncio
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -13,14 +14,25 @@ from typing import Any
 from areal.utils.process_call import Call, PackedFunction
 from areal.utils.process_child import Limits
 from areal.utils.process_crew import Crew
-from areal.utils.process_errors import CallCrashed, CallError, CallFailed, CallTimeout, PoolClosed
+from areal.utils.process_errors import (
+    CallCrashed,
+    CallError,
+    CallExhausted,
+    CallFailed,
+    CallTimeout,
+    LoadFailed,
+    PoolClosed,
+)
+from areal.utils.process_inbox import LoopInbox
 
 __all__ = [
     "CallCrashed",
     "CallError",
+    "CallExhausted",
     "CallFailed",
     "CallTimeout",
     "Limits",
+    "LoadFailed",
     "PackedFunction",
     "PoolClosed",
     "ProcessPool",
@@ -44,6 +56,7 @@ class ProcessPool:
         self._crew = Crew(self.size, limits or Limits(), load_seconds)
         # Threads hold the crew, not the pool, so dropping the pool closes it; finalize also runs at interpreter exit.
         self._finalizer = weakref.finalize(self, self._crew.close)
+        self._inboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopInbox] = weakref.WeakKeyDictionary()
 
     def submit(
         self,
@@ -63,6 +76,18 @@ class ProcessPool:
         call = Call(packed, packed.pack_arguments(args, kwargs or {}), timeout_seconds)
         self._crew.add(call)
         return call.future
+
+    async def run(
+        self,
+        function: Callable[..., Any] | PackedFunction,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        timeout_seconds: float,
+    ) -> Any:
+        """`submit`, awaited. Cancelling it cancels the call."""
+        inbox = self._inboxes.setdefault(asyncio.get_running_loop(), LoopInbox())
+        return await inbox.result(self.submit(function, args, kwargs, timeout_seconds=timeout_seconds))
 
     def pids(self) -> list[int]:
         """The worker processes that live now."""

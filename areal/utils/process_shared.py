@@ -17,18 +17,20 @@ _LEAST_MEMORY_BYTES = 2 << 30
 class SharedPools:
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._pools: dict[tuple[int, int, Limits], ProcessPool] = {}
+        self._pools: dict[tuple[int, int | None, Limits | None], ProcessPool] = {}
 
     def get(self, size: int | None = None, limits: Limits | None = None) -> ProcessPool:
         """The pool of this size (default: one process per usable core) and these limits (default: a fair share)."""
-        size = size or usable_cores()
-        limits = limits or fair_limits(size)
         # A fork inherits this object but none of the threads behind its pools, hence the process id.
-        key = (os.getpid(), size, limits)
+        pid = os.getpid()
         with self._lock:
-            if key not in self._pools:
-                self._pools[key] = ProcessPool(size, limits)
-            return self._pools[key]
+            pool = self._pools.get((pid, size, limits))
+            if pool is None:
+                number = size or usable_cores()
+                full = (pid, number, limits or fair_limits(number))
+                pool = self._pools.get(full) or ProcessPool(*full[1:])
+                self._pools[full] = self._pools[pid, size, limits] = pool
+            return pool
 
 
 def fair_limits(size: int) -> Limits:

@@ -13,54 +13,58 @@ import resource
 import signal
 import socket
 import sys
-import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
-from areal.utils.process_channel import DIGEST_BYTES, Channel, ChannelClosed, Kind
+from areal.utils.process_channel import DIGEST_BYTES, EXHAUSTED_STATUS, Channel, ChannelClosed, Kind
+from areal.utils.process_tickets import Tickets
 
 _PR_SET_PDEATHSIG = 1
 
 Reply = tuple[Kind, bytes]
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def main(channel_fd: int, memory_bytes: int, cpu_seconds: float) -> None:
+def main(channel_fd: int, tickets_fd: int, memory_bytes: int, cpu_seconds: float) -> None:
     """Serve the parent at `channel_fd` until it goes away; a limit of 0 is none."""
     _die_with_parent()
-    os.set_inheritable(channel_fd, False)
+    _die_before_others()
+    for descriptor in (channel_fd, tickets_fd):
+        os.set_inheritable(descriptor, False)
+        # A fork that a function made must neither answer in our place nor keep the channel open after our end.
+        os.register_at_fork(after_in_child=lambda descriptor=descriptor: os.close(descriptor))
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # prints survive a kill
     _limit(resource.RLIMIT_CORE, 0)
     if memory_bytes:
         # Not RLIMIT_AS, which counts mapped libraries and reservations too: importing a GPU framework would exceed it.
         _limit(resource.RLIMIT_DATA, memory_bytes)
-    Worker(Channel(socket.socket(fileno=channel_fd)), cpu_seconds).serve()
+    worker = Worker(Channel(socket.socket(fileno=channel_fd)), Tickets(tickets_fd), cpu_seconds)
+    try:
+        worker.serve()
+    except MemoryError:
+        os._exit(EXHAUSTED_STATUS)
     # Not a return: interpreter exit would wait for threads that the user's functions left behind.
     os._exit(0)
 
 
 class Worker:
-    def __init__(self, channel: Channel, cpu_seconds: float) -> None:
+    """A MemoryError ends it: what else in the process went without memory, nobody can tell."""
+
+    def __init__(self, channel: Channel, tickets: Tickets, cpu_seconds: float) -> None:
         self._channel = channel
+        self._tickets = tickets
         self._cpu_seconds = cpu_seconds
         self._functions: dict[bytes, Callable[..., Any]] = {}
 
     def serve(self) -> None:
-        try:
+        with suppress(ChannelClosed):
             while True:
-                self._channel.send(*self._answer(*self._channel.receive()))
-        except ChannelClosed:
-            return
-
-    def _answer(self, kind: Kind, body: bytes) -> Reply:
-        try:
-            return self._load(body) if kind is Kind.LOAD else self._call(body)
-        except MemoryError:
-            return Kind.EXHAUSTED, b""
-        except ChannelClosed:
-            raise
-        except BaseException as error:  # sys.exit() in a function is its own failure, not this process's end
-            return Kind.FAILED, _describe(error)
+                kind, body = self._channel.receive()
+                if kind is Kind.LOAD:
+                    self._channel.send(*self._load(body))
+                else:
+                    self._run(body)
 
     def _load(self, body: bytes) -> Reply:
         digest, search_path, forget, payload = pickle.loads(body)
@@ -68,16 +72,45 @@ class Worker:
         importlib.invalidate_caches()
         if forget:
             self._functions.clear()
-        self._functions[digest] = pickle.loads(payload)
+        try:
+            self._functions[digest] = pickle.loads(payload)
+        except MemoryError:
+            raise
+        except BaseException as error:
+            return Kind.UNLOADABLE, _describe(error)
         return Kind.LOADED, b""
 
-    def _call(self, body: bytes) -> Reply:
+    def _run(self, body: bytes) -> None:
         function = self._functions[body[:DIGEST_BYTES]]
-        args, kwargs = pickle.loads(memoryview(body)[DIGEST_BYTES:])
+        batch = [_unpack(arguments) for arguments in pickle.loads(memoryview(body)[DIGEST_BYTES:])]
         self._channel.send(Kind.STARTED)
-        with _cpu_limit(self._cpu_seconds):
-            result = function(*args, **kwargs)
-        return Kind.RESULT, _pack(result)
+        for number, arguments in enumerate(batch):
+            if number and not self._tickets.take(1):
+                return
+            self._channel.send(*self._call(function, arguments))
+
+    def _call(self, function: Callable[..., Any], arguments: Arguments | bytes) -> Reply:
+        if isinstance(arguments, bytes):
+            return Kind.UNLOADABLE, arguments
+        args, kwargs = arguments
+        try:
+            with _cpu_limit(self._cpu_seconds):
+                return Kind.RESULT, _pack(function(*args, **kwargs))
+        except MemoryError:
+            raise
+        except BaseException as error:  # sys.exit() in a function is its own failure, not this process's end
+            return Kind.FAILED, _describe(error)
+
+
+def _unpack(packed: bytes) -> Arguments | bytes:
+    """The arguments of a call, or what is wrong with them: that is said at its turn, not its mates'."""
+    try:
+        arguments: Arguments = pickle.loads(packed)
+    except MemoryError:
+        raise
+    except BaseException as error:
+        return _describe(error)
+    return arguments
 
 
 def _pack(result: Any) -> bytes:
@@ -92,6 +125,8 @@ def _pack(result: Any) -> bytes:
 
 
 def _describe(error: BaseException) -> bytes:
+    import traceback  # here, because most workers never need it
+
     try:
         text = str(error)
     except Exception as broken:  # an exception whose own __str__ raises must still be reported
@@ -103,6 +138,13 @@ def _die_with_parent() -> None:
     """Ask the kernel to kill this process with its parent, even in the middle of a call that never ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _die_before_others() -> None:
+    """Where memory escapes our limit (shared memory, many sub-processes), let a full machine kill this first."""
+    # Not Linux, or not permitted: the limit still stands.
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
+        score.write("1000")
 
 
 def _limit(what: int, soft: int) -> None:

@@ -8,11 +8,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from areal.workflow.multi_turn import MultiTurnWorkflow
     from areal.workflow.rlvr import RLVRWorkflow
+    from areal.workflow.vision_rlvr import VisionRLVRWorkflow
 
-__all__ = ["RLVRWorkflow"]
+__all__ = ["MultiTurnWorkflow", "RLVRWorkflow", "VisionRLVRWorkflow"]
 
-_HOMES = {"RLVRWorkflow": "areal.workflow.rlvr"}
+_HOMES = {
+    "MultiTurnWorkflow": "areal.workflow.multi_turn",
+    "RLVRWorkflow": "areal.workflow.rlvr",
+    "VisionRLVRWorkflow": "areal.workflow.vision_rlvr",
+}
 
 
 def __getattr__(name: str) -> Any:

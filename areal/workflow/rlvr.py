@@ -6,7 +6,7 @@ Prompts are rendered and answers read as the proxy does it, so the same task giv
 import inspect
 import math
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import Any
 
@@ -20,7 +20,7 @@ from areal.api.reward_api import AsyncRewardWrapper
 from areal.api.workflow_api import RolloutWorkflow
 from areal.config.generation import GenerationHyperparameters
 from areal.infra import workflow_context
-from areal.trajectory.answer import read_answer
+from areal.trajectory.answer import Answer, read_answer
 from areal.trajectory.renderer import Renderer
 from areal.utils import stats_tracker
 
@@ -45,48 +45,72 @@ class RLVRWorkflow(RolloutWorkflow):
         """Pass an AsyncRewardWrapper as `reward_fn` to choose its time-out, retries or what a failure counts as."""
         self._reward = reward_fn if isinstance(reward_fn, AsyncRewardWrapper) else AsyncRewardWrapper(reward_fn)
         self._taken = _positional_names(self._reward.reward_fn)
-        self._renderer = Renderer(tokenizer)
+        self._renderer = self._open_renderer(tokenizer)
         ending = gconfig.new_with_stop_and_pad_token_ids(tokenizer)
         stops = dict.fromkeys([*ending.stop_token_ids, *self._renderer.turn_end_ids])
         self.gconfig = ending.new(n_samples=1, stop_token_ids=list(stops))
         self.tokenizer = tokenizer
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Tensor] | None:
-        prompt = self._renderer.render(_messages(data), None)
-        request = ModelRequest(uuid.uuid4().hex, self._renderer.encode(prompt), self.gconfig, self.tokenizer)
-        response = await engine.agenerate(request)
-        if response.stop_reason == "abort" or not response.output_tokens:
+        prompt = self._renderer.render(self._messages(data), None)
+        return await self._complete(engine, data, prompt, self._renderer.encode(prompt))
+
+    def _open_renderer(self, tokenizer: Any) -> Renderer:
+        return Renderer(tokenizer)
+
+    async def _complete(
+        self, engine: InferenceEngine, data: dict[str, Any], prompt: str, ids: list[int], images: Sequence[bytes] = ()
+    ) -> dict[str, Tensor] | None:
+        """The row of one answer; None = there is none, or it is rejected."""
+        response = await self._ask(engine, ids, images)
+        if response is None:
             return None
-        reward = await self._score(prompt, response, data)
+        answer = self._read(response, thinking=self._renderer.opens_thinking(prompt))
+        reward = await self._score(prompt, answer, response, data)
         if reward is None:
             return None
         stats_tracker.get(workflow_context.stat_scope()).scalar(reward=reward)
-        return _tensors(response, reward, self.gconfig)
+        return _tensors(response, reward, self._temperature)
 
-    async def _score(self, prompt: str, response: ModelResponse, data: dict[str, Any]) -> float | None:
-        answer = read_answer(
+    @property
+    def _temperature(self) -> float:
+        """What logits are divided by: a greedy choice is made on undivided ones."""
+        return 1.0 if self.gconfig.greedy else self.gconfig.temperature or 1.0
+
+    def _messages(self, data: dict[str, Any]) -> list[dict[str, Any]]:
+        try:
+            messages: list[dict[str, Any]] = data["messages"]
+        except KeyError:
+            raise WorkflowError(
+                f"{type(self).__name__} needs a task with `messages`, got the keys "
+                f"{', '.join(map(repr, data)) or 'none'}; "
+                'pose it as {"messages": [{"role": "user", "content": ...}], ...}'
+            ) from None
+        return messages
+
+    async def _ask(self, engine: InferenceEngine, ids: list[int], images: Sequence[bytes] = ()) -> ModelResponse | None:
+        """The engine's answer; None = it gave none."""
+        request = ModelRequest(uuid.uuid4().hex, ids, self.gconfig, self.tokenizer, images=list(images))
+        response = await engine.agenerate(request)
+        return None if response.stop_reason == "abort" or not response.output_tokens else response
+
+    def _read(self, response: ModelResponse, *, thinking: bool) -> Answer:
+        return read_answer(
             self._renderer,
             response,
             completion_id="",
             stop_ids=self.gconfig.stop_token_ids,
             stop_texts=self.gconfig.stop,
+            thinking=thinking,
         )
+
+    async def _score(self, prompt: str, answer: Answer, response: ModelResponse, data: dict[str, Any]) -> float | None:
+        """What the reward function says; None = it rejects the episode."""
         own = {key: value for key, value in data.items() if key not in self._taken}
         reward = await self._reward(
             prompt, answer.message["content"], response.input_tokens, response.output_tokens, **own
         )
         return None if reward is None else _finite(reward)
-
-
-def _messages(data: dict[str, Any]) -> list[dict[str, Any]]:
-    try:
-        messages: list[dict[str, Any]] = data["messages"]
-    except KeyError:
-        raise WorkflowError(
-            f"RLVRWorkflow needs a task with `messages`, got the keys {', '.join(map(repr, data)) or 'none'}; "
-            'pose it as {"messages": [{"role": "user", "content": ...}], ...}'
-        ) from None
-    return messages
 
 
 def _positional_names(reward_fn: Callable[..., Any]) -> frozenset[str]:
@@ -108,10 +132,9 @@ def _finite(reward: Any) -> float:
     return float(plain)
 
 
-def _tensors(response: ModelResponse, reward: float, gconfig: GenerationHyperparameters) -> dict[str, Tensor]:
+def _tensors(response: ModelResponse, reward: float, temperature: float) -> dict[str, Tensor]:
     """Batch first, [1, L]; the sampled tokens are those that are trained."""
     asked, sampled = response.input_len, response.output_len
-    temperature = 1.0 if gconfig.greedy else gconfig.temperature or 1.0
     row: dict[str, list[Any]] = {
         "input_ids": response.input_tokens + response.output_tokens,
         "attention_mask": [True] * (asked + sampled),
@@ -120,4 +143,8 @@ def _tensors(response: ModelResponse, reward: float, gconfig: GenerationHyperpar
         "versions": [-1] * asked + response.output_versions,
         "temperatures": [1.0] * asked + [temperature] * sampled,
     }
-    return {**{name: torch.tensor([values]) for name, values in row.items()}, "rewards": torch.tensor([reward])}
+    return {
+        **{name: torch.tensor([values]) for name, values in row.items()},
+        "rewards": torch.tensor([reward]),
+        "truncated": torch.tensor([response.stop_reason != "stop"]),
+    }

@@ -5,6 +5,7 @@ import math
 import os
 import signal
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -139,11 +140,28 @@ async def test_wrappers_share_their_worker_processes() -> None:
     assert len({await reward() for reward in rewards}) <= 2
 
 
-async def test_memory_limit_is_an_exception_outcome() -> None:
+async def test_memory_limit_is_an_outcome_of_its_own() -> None:
     reward = AsyncRewardWrapper(bytearray, max_workers=1, limits=Limits(memory_bytes=512 << 20))
-    with pytest.raises(RewardInvalid, match="MemoryError"):
+    with pytest.raises(RewardInvalid, match="bytearray needs more memory"):
         await reward(1 << 30)
-    assert reward.counts == {"exception": 1}
+    assert reward.counts == {"memory": 1}
+
+
+async def test_module_that_cannot_be_imported_is_an_outcome_of_its_own_with_its_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "only_here_module.py").write_text(
+        "import os\nif os.environ.get('OMP_NUM_THREADS') == '1': import no_such_library\ndef score():\n    return 1.0\n"
+    )
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import only_here_module  # type: ignore[import-not-found]
+
+    reward = AsyncRewardWrapper(only_here_module.score, max_workers=1)
+    with pytest.raises(RewardInvalid, match=r"score could not be loaded .*No module named 'no_such_library'") as caught:
+        await reward()
+    assert "only_here_module.py" in caught.value.__cause__.trace  # type: ignore[union-attr]
+    assert reward.counts == {"load": 1}
 
 
 @pytest.mark.parametrize(

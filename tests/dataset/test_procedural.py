@@ -1,9 +1,14 @@
 """Built-in problems: right answers, and splits that share nothing and are shaped alike."""
 
-import pytest
+from collections import Counter
 
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal.config.dataset import DatasetConfig
 from areal.dataset import get_custom_dataset
-from areal.dataset.procedural import SPLITS, TASKS, split_of
+from areal.dataset.procedural import ELSEWHERE, SPLITS, TASKS, Problem, find_task, split_of
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -42,6 +47,47 @@ def test_answers_are_right() -> None:
         first, second = problem.question.removeprefix("What is ").removesuffix("?").split(" + ")
         assert problem.answer == str(int(first) + int(second))
 
+    for problem in TASKS["arithmetic"].problems("valid"):
+        calculation = problem.question.removeprefix("What is ").removesuffix("?")
+        assert problem.answer == str(eval(calculation))
+
+
+def test_arithmetic_has_two_and_three_operands_and_each_also_alone() -> None:
+    two, three, both = (
+        [problem.question for problem in TASKS[name].problems("test")]
+        for name in ("arithmetic-2", "arithmetic-3", "arithmetic")
+    )
+    assert {len(question.split()) for question in two} == {5}
+    assert {len(question.split()) for question in three} == {7}
+    assert sorted(two + three) == sorted(both)
+
+
+@pytest.mark.parametrize(("name", "first", "last"), [("arithmetic-2", 3, 3), ("arithmetic-3", 3, 5)])
+def test_every_operator_is_as_frequent_in_each_split(name: str, first: int, last: int) -> None:
+    for split in SPLITS:
+        words = [problem.question.split() for problem in TASKS[name].problems(split)]
+        for place in {first, last}:
+            counts = Counter(each[place] for each in words)
+            assert set(counts) == set("+-*")
+            assert min(counts.values()) > 0.8 * len(words) / 3
+
+
+@given(st.text(), st.text(), st.text())
+def test_a_split_depends_on_the_question_alone(question: str, answer: str, other: str) -> None:
+    assert split_of(Problem(question, answer)) == split_of(Problem(question, other))
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_a_task_with_a_module_of_its_own_is_found_by_name(name: str) -> None:
+    pytest.importorskip(ELSEWHERE[name])
+    task = find_task(name)
+    assert task is not None
+    test, train = (
+        get_custom_dataset(split, DatasetConfig(path=f"builtin:{name}", size=8)) for split in ("test", "train")
+    )
+    assert len(test) == len(train) == 8
+    assert all({"messages", "answer"} <= set(each) for each in test + train)
+
 
 def test_a_task_is_messages_and_an_answer() -> None:
     problem = next(TASKS["sums"].problems("train"))
@@ -50,7 +96,5 @@ def test_a_task_is_messages_and_an_answer() -> None:
 
 
 def test_the_front_door_gives_a_splits_problems() -> None:
-    from areal.config.dataset import DatasetConfig
-
     tasks = get_custom_dataset(split="test", dataset_config=DatasetConfig(path="builtin:sort-digits"), tokenizer=None)
     assert tasks == [problem.as_task() for problem in TASKS["sort-digits"].problems("test")]

@@ -26,7 +26,7 @@ def test_jsonl_is_read_line_by_line_past_empty_ones(tmp_path: Path) -> None:
 
 
 def test_jsonl_may_hold_every_character_that_json_allows(tmp_path: Path) -> None:
-    task = {"question": "café\u2028two\u0085three\x7f 数"}
+    task = {"text": "café\u2028two\u0085three\x7f 数"}
     assert read_tasks(write(tmp_path, json.dumps(task, ensure_ascii=False))) == [task]
 
 

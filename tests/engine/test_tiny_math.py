@@ -14,7 +14,7 @@ from areal.config.generation import GenerationHyperparameters
 from areal.dataset.procedural import TASKS, Problem, split_of
 from areal.engine.architecture import read_architecture
 from areal.engine.builtin.lessons import CALCULATOR_TOOLS, lessons
-from areal.engine.builtin.tiny_math import cached
+from areal.engine.builtin.tiny_math import TINY_MATH
 from areal.engine.server import load_engine
 from areal.utils.hf_utils import load_hf_tokenizer
 
@@ -33,10 +33,10 @@ CONVERSATION: list[dict[str, Any]] = [
 ]
 
 MAKE_QUICKLY = """
-from areal.engine.builtin import tiny_math
-tiny_math.MAX_STEPS = 1  # how well it is warmed up does not matter here
-tiny_math.ENOUGH = 0.0
-print(tiny_math.cached(lambda text: None))
+from dataclasses import replace
+from areal.engine.builtin.tiny_math import TINY_MATH
+quick = replace(TINY_MATH, max_steps=1)  # how well it is warmed up does not matter here
+print(quick.cached(lambda text: None))
 """
 
 
@@ -63,7 +63,7 @@ async def test_two_processes_that_make_it_at_once_end_with_one_model(
     assert first == second
     assert os.listdir(tmp_path) == [os.path.basename(first)]
     monkeypatch.setenv("AREAL_CACHE", str(tmp_path))
-    assert cached(pytest.fail) == Path(first)
+    assert TINY_MATH.cached(pytest.fail) == Path(first)
 
 
 async def test_it_begins_between_knowing_nothing_and_everything(tiny_math: Path, tokenizer: Any) -> None:

@@ -1,14 +1,17 @@
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import aiohttp
 import httpx
 import pytest
 from aiohttp import web
+from openai import AsyncOpenAI
 
 from areal.infra import workflow_context
 from areal.infra.workflow_context import WorkflowContext
+
+Handler = Callable[[web.Request], Awaitable[web.Response]]
 
 
 @pytest.fixture
@@ -27,6 +30,18 @@ async def url() -> AsyncIterator[str]:
     yield f"http://127.0.0.1:{runner.addresses[0][1]}"
     await workflow_context.close_clients()
     await runner.cleanup()
+
+
+async def served(answer: Handler, stack: Any) -> str:
+    """The URL of a server that answers like this, until the test is over."""
+    app = web.Application()
+    app.router.add_get("/", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    stack.push_async_callback(runner.cleanup)
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    stack.push_async_callback(workflow_context.close_clients)
+    return f"http://127.0.0.1:{runner.addresses[0][1]}"
 
 
 def test_outside_an_episode_there_is_a_default_context() -> None:
@@ -63,11 +78,36 @@ async def test_one_client_of_each_kind_is_shared_on_a_loop(url: str) -> None:
         assert await response.text() == "/b"
 
 
-async def test_client_that_somebody_closed_is_made_anew(url: str) -> None:
-    await (await workflow_context.get_httpx_client()).aclose()
-    await (await workflow_context.get_aiohttp_session()).close()
-    assert (await (await workflow_context.get_httpx_client()).get(url)).status_code == 200
-    assert not (await workflow_context.get_aiohttp_session()).closed
+async def test_episode_that_closes_a_shared_client_leaves_it_to_the_others(url: str) -> None:
+    client, session = await workflow_context.get_httpx_client(), await workflow_context.get_aiohttp_session()
+    async with AsyncOpenAI(base_url=url, api_key="k", http_client=client), session:
+        pass
+    await client.aclose()
+    await session.close()
+    async with client:
+        assert (await client.get(url)).status_code == 200
+    async with session.get(url) as response:
+        assert response.status == 200
+    await workflow_context.close_clients()
+    assert client.is_closed
+    assert session.closed
+
+
+async def test_connections_are_kept_for_the_next_request(stack: Any) -> None:
+    ports: list[int] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        assert request.transport is not None
+        ports.append(request.transport.get_extra_info("peername")[1])
+        return web.Response()
+
+    url = await served(answer, stack)
+    client, session = await workflow_context.get_httpx_client(), await workflow_context.get_aiohttp_session()
+    for _ in range(3):
+        await client.get(url)
+        async with session.get(url) as response:
+            await response.read()
+    assert len(set(ports)) == 2
 
 
 async def test_agent_gets_the_client_of_its_episode() -> None:
@@ -83,14 +123,7 @@ async def test_more_than_a_hundred_requests_run_at_once(stack: Any) -> None:
         await together.wait()
         return web.Response()
 
-    app = web.Application()
-    app.router.add_get("/", answer)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    stack.push_async_callback(runner.cleanup)
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    stack.push_async_callback(workflow_context.close_clients)
+    url = await served(answer, stack)
     client, session = await workflow_context.get_httpx_client(), await workflow_context.get_aiohttp_session()
     answers = await asyncio.wait_for(asyncio.gather(*(client.get(url) for _ in range(101))), 60)
     assert {answer.status_code for answer in answers} == {200}

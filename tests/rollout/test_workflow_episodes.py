@@ -293,3 +293,27 @@ async def test_greedy_episode_keeps_what_its_answers_are_held_to(play_workflow, 
     await play_workflow(Held(), greedy=True)
     (request,) = engine.requests
     assert (request.grammar, request.gconfig.greedy) == (digits, True)
+
+
+async def test_pictures_become_those_of_the_rows(play_workflow):
+    episode = await play_workflow(Asking(lambda response: tensor_dict(response, images=[[b"red", b"blue"]])))
+    assert [row.images for row in episode.rows] == [[b"red", b"blue"]]
+    episode = await play_workflow(Asking(lambda response: short_form(response, images=[b"red"])))
+    assert [row.images for row in episode.rows] == [[b"red"]]
+
+
+@pytest.mark.parametrize(
+    ("form", "images", "fault"),
+    [
+        (tensor_dict, [[], []], "images must have a list for each of the 1 rows, got 2"),
+        (tensor_dict, b"red", "images must be a list with a list of encoded bytes for each row, got bytes"),
+        (tensor_dict, [b"red"], "images must hold a list for each row, got bytes"),
+        (tensor_dict, [["red", 7]], "images must hold encoded bytes, got int, str"),
+        (short_form, ["red"], "images must hold encoded bytes, got str"),
+    ],
+)
+async def test_wrong_pictures_are_named_with_what_else_is_wrong(play_workflow, form, images, fault):
+    rejection = await play_workflow(Asking(lambda response: form(response, images=images, nonsense=torch.ones(1))))
+    assert rejection.reason is RejectReason.AGENT_ERROR
+    assert fault in rejection.detail
+    assert "nonsense is unknown" in rejection.detail

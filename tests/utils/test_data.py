@@ -70,3 +70,9 @@ def test_different_keys_are_refused_by_name() -> None:
 def test_nothing_to_join_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one dict"):
         concat_padded_tensors([])
+
+
+def test_pictures_are_joined_row_by_row() -> None:
+    one = {"input_ids": torch.tensor([[1, 2]]), "images": [[b"red", b"blue"]]}
+    two = {"input_ids": torch.tensor([[3], [4]]), "images": [[], [b"red"]]}
+    assert concat_padded_tensors([one, two])["images"] == [[b"red", b"blue"], [], [b"red"]]

@@ -1,13 +1,16 @@
-"""A loaded tokenizer gives plain lists of ids, also after it has travelled."""
+"""A loaded tokenizer gives plain lists of ids, also after it has travelled; a processor comes where there is one."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import pytest
+from tiny_processor import TOKENS_PER_PICTURE, png
 
 from areal.engine.builtin.tokenizer import make_tokenizer
-from areal.utils.hf_utils import load_hf_tokenizer
+from areal.utils.hf_utils import load_hf_processor, load_hf_tokenizer
+from areal.utils.images import decode_image
 
 MESSAGES = [{"role": "user", "content": "Sort 5291"}]
 
@@ -42,3 +45,23 @@ def test_it_stays_so_after_pickling_and_after_saving(directory: Path, tmp_path: 
     check(cloudpickle.loads(cloudpickle.dumps(tokenizer)))
     tokenizer.save_pretrained(tmp_path)
     check(load_hf_tokenizer(tmp_path))
+
+
+def test_processor_shows_pictures_and_its_tokenizer_gives_plain_lists(vision_directory: Path) -> None:
+    processor = load_hf_processor(vision_directory)
+    ids = processor.tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True)
+    assert isinstance(ids, list)
+    shown = processor(text=["<image>"], images=[decode_image(png())])
+    assert len(shown["input_ids"][0]) == TOKENS_PER_PICTURE
+
+
+def test_directory_without_a_processor_has_none(directory: Path, tmp_path: Path) -> None:
+    assert load_hf_processor(directory) is None
+    assert load_hf_processor(tmp_path / "not there") is None
+
+
+def test_processor_that_cannot_be_loaded_says_what_to_do(directory: Path, tmp_path: Path) -> None:
+    shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "processor_config.json").write_text('{"processor_class": "Qwen2VLProcessor"}')
+    with pytest.raises(ValueError, match=r"cannot be loaded: .*; install what it names"):
+        load_hf_processor(tmp_path)

@@ -34,7 +34,7 @@ def parse(body: dict[str, Any], terms: Terms) -> Call:
     terms.refuse_unsupported(body, HONOURED, MEANINGLESS)
     limit = fields.integer(body, "max_completion_tokens", 1, 2**31)
     call = Call(
-        messages=parse_messages(body),
+        messages=parse_messages(body, terms.album),
         model=fields.text(body, "model", "model") if body.get("model") is not None else "",
         tools=_tools(body) or None,
         parallel_tool_calls=fields.boolean(body, "parallel_tool_calls", True),

@@ -3,27 +3,31 @@
 from typing import Any
 
 from areal.proxy.dialects import fields
+from areal.proxy.dialects.shown import Parts, chat_picture
 from areal.proxy.errors import bad_request
 from areal.trajectory.meaning import Message, parse_arguments
+from areal.trajectory.pictures import Album, Content
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """`developer` is a newer name for `system`, which is the one that chat templates know."""
 
-TEXT_PARTS = {"text": "text", "refusal": "refusal"}
+PARTS = Parts({"text": "text", "refusal": "refusal"}, "image_url", chat_picture)
+
+SHOWN_PICTURES = ("user", "tool")
 
 
-def parse_messages(body: dict[str, Any]) -> list[Message]:
+def parse_messages(body: dict[str, Any], album: Album | None) -> list[Message]:
     messages = fields.objects(body, "messages", "messages")
     if not messages:
         raise bad_request("messages must hold at least one message, got none", "messages")
-    return [_message(message, f"messages[{place}]") for place, message in enumerate(messages)]
+    return [_message(message, f"messages[{place}]", album) for place, message in enumerate(messages)]
 
 
-def _message(wire: dict[str, Any], where: str) -> Message:
+def _message(wire: dict[str, Any], where: str, album: Album | None) -> Message:
     role = wire.get("role")
     if not isinstance(role, str) or role not in ROLES:
         raise bad_request(f"{where}.role must be one of {', '.join(ROLES)}, got {role!r}", f"{where}.role")
-    message: Message = {"role": ROLES[role], "content": _content(wire, where)}
+    message: Message = {"role": ROLES[role], "content": _content(wire, where, album)}
     if calls := fields.objects(wire, "tool_calls", f"{where}.tool_calls"):
         message["tool_calls"] = [_tool_call(call, f"{where}.tool_calls[{place}]") for place, call in enumerate(calls)]
     if wire.get("function_call") is not None:
@@ -34,11 +38,13 @@ def _message(wire: dict[str, Any], where: str) -> Message:
     return message
 
 
-def _content(wire: dict[str, Any], where: str) -> str:
+def _content(wire: dict[str, Any], where: str, album: Album | None) -> Content:
     content = wire.get("content")
     if content is None and wire["role"] in ("assistant", "tool"):
         return ""
-    return fields.content(content, TEXT_PARTS, f"{where}.content")
+    if wire["role"] not in SHOWN_PICTURES:
+        return fields.content(content, PARTS.texts, f"{where}.content")
+    return PARTS.content(content, f"{where}.content", album)
 
 
 def _tool_call(call: dict[str, Any], where: str) -> dict[str, Any]:

@@ -82,13 +82,12 @@ def content(value: Any, kinds: Mapping[str, str], where: str) -> str:
         return value
     if not isinstance(value, list):
         raise bad_request(f"{where} must be text or a list of parts, got {value!r:.200}", where)
-    return "".join(_part(part, kinds, f"{where}[{place}]") for place, part in enumerate(value))
+    return "".join(part(each, kinds, f"{where}[{place}]") for place, each in enumerate(value))
 
 
-def _part(part: Any, kinds: Mapping[str, str], where: str) -> str:
+def part(part: Any, kinds: Mapping[str, str], where: str, others: str = "") -> str:
+    """One of those texts; `others` is what else might have stood there."""
     kind = part.get("type") if isinstance(part, dict) else None
     if not isinstance(kind, str) or kind not in kinds:
-        raise bad_request(
-            f"{where}.type must be {next(iter(kinds))}: this model reads nothing else, got {kind!r}", where
-        )
+        raise bad_request(f"{where}.type must be {next(iter(kinds))}{others}, got {kind!r}", where)
     return text(part, kinds[kind], where)

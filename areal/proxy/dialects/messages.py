@@ -32,7 +32,7 @@ def parse(body: dict[str, Any], terms: Terms) -> Call:
     if limit is None:
         raise bad_request("max_tokens must be given: how many tokens the answer may have, got none", "max_tokens")
     call = Call(
-        messages=[*parse_system(body), *parse_messages(body)],
+        messages=[*parse_system(body), *parse_messages(body, terms.album)],
         id_prefix="msg_",
         model=fields.text(body, "model", "model") if body.get("model") is not None else "",
         tools=_tools(body, terms) or None,

@@ -4,10 +4,13 @@ user's turn there, and messages of their own here."""
 from typing import Any
 
 from areal.proxy.dialects import fields
+from areal.proxy.dialects.shown import Parts, messages_picture
 from areal.proxy.errors import bad_request
 from areal.trajectory.meaning import Message
+from areal.trajectory.pictures import Album, Picture, content_of
 
 TEXT_BLOCKS = {"text": "text"}
+BLOCKS = Parts(TEXT_BLOCKS, "image", messages_picture)
 
 
 def parse_system(body: dict[str, Any]) -> list[Message]:
@@ -17,13 +20,13 @@ def parse_system(body: dict[str, Any]) -> list[Message]:
     return [{"role": "system", "content": fields.content(system, TEXT_BLOCKS, "system")}]
 
 
-def parse_messages(body: dict[str, Any]) -> list[Message]:
+def parse_messages(body: dict[str, Any], album: Album | None) -> list[Message]:
     turns = fields.objects(body, "messages", "messages")
     if not turns:
         raise bad_request("messages must hold at least one message, got none", "messages")
     messages: list[Message] = []
     for place, turn in enumerate(turns):
-        messages += _turn(turn, f"messages[{place}]")
+        messages += _turn(turn, f"messages[{place}]", album)
     if messages[-1]["role"] == "assistant":
         raise bad_request(
             "messages must not end with the assistant: an answer cannot be begun for the model; "
@@ -33,7 +36,7 @@ def parse_messages(body: dict[str, Any]) -> list[Message]:
     return messages
 
 
-def _turn(turn: dict[str, Any], where: str) -> list[Message]:
+def _turn(turn: dict[str, Any], where: str, album: Album | None) -> list[Message]:
     role = turn.get("role")
     if role not in ("user", "assistant", "system"):
         raise bad_request(f"{where}.role must be user or assistant, got {role!r}", f"{where}.role")
@@ -42,7 +45,9 @@ def _turn(turn: dict[str, Any], where: str) -> list[Message]:
         return [{"role": role, "content": content}]
     blocks = fields.objects(turn, "content", f"{where}.content")
     places = [(block, f"{where}.content[{place}]") for place, block in enumerate(blocks)]
-    return [_answer(places)] if role == "assistant" else _user_turn(role, places, f"{where}.content")
+    if role == "assistant":
+        return [_answer(places)]
+    return _user_turn(role, places, f"{where}.content", album if role == "user" else None)
 
 
 def _answer(blocks: list[tuple[dict[str, Any], str]]) -> Message:
@@ -62,21 +67,25 @@ def _answer(blocks: list[tuple[dict[str, Any], str]]) -> Message:
     return message
 
 
-def _user_turn(role: str, blocks: list[tuple[dict[str, Any], str]], where: str) -> list[Message]:
-    """Texts beside each other are one message; every tool result is one of its own."""
+def _user_turn(role: str, blocks: list[tuple[dict[str, Any], str]], where: str, album: Album | None) -> list[Message]:
+    """Texts and pictures beside each other are one message; every tool result is one of its own."""
     messages: list[Message] = []
+    said: list[str | Picture] = []
     for block, place in blocks:
         if block.get("type") == "tool_result":
-            messages.append(_tool_result(block, place))
-            continue
-        text = fields.content([block], TEXT_BLOCKS, where)
-        if messages and messages[-1]["role"] == role:
-            messages[-1]["content"] += text
+            messages += _said(role, said)
+            messages.append(_tool_result(block, place, album))
+            said = []
         else:
-            messages.append({"role": role, "content": text})
+            said.append(BLOCKS.part(block, place, album))
+    messages += _said(role, said)
     if not messages:
         raise bad_request(f"{where} must be text or a list of blocks, got none", where)
     return messages
+
+
+def _said(role: str, said: list[str | Picture]) -> list[Message]:
+    return [{"role": role, "content": content_of(said)}] if said else []
 
 
 def _tool_call(block: dict[str, Any], where: str) -> dict[str, Any]:
@@ -86,10 +95,10 @@ def _tool_call(block: dict[str, Any], where: str) -> dict[str, Any]:
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def _tool_result(block: dict[str, Any], where: str) -> Message:
+def _tool_result(block: dict[str, Any], where: str, album: Album | None) -> Message:
     content = block.get("content")
     return {
         "role": "tool",
         "tool_call_id": fields.text(block, "tool_use_id", f"{where}.tool_use_id"),
-        "content": "" if content is None else fields.content(content, TEXT_BLOCKS, f"{where}.content"),
+        "content": "" if content is None else BLOCKS.content(content, f"{where}.content", album),
     }

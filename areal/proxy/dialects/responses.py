@@ -43,7 +43,7 @@ def parse(body: dict[str, Any], terms: Terms) -> Call:
     if LOGPROBS in (body.get("include") or ()):
         terms.refuse("include", LOGPROBS, "may not ask for log-probabilities: only chat/completions reports them")
     call = Call(
-        messages=parse_input(body),
+        messages=parse_input(body, terms.album),
         id_prefix="resp_",
         model=fields.text(body, "model", "model") if body.get("model") is not None else "",
         instructions=_text(body, "instructions"),

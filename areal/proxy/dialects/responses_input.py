@@ -7,29 +7,33 @@ one turn until something comes that the turn has already.
 from typing import Any
 
 from areal.proxy.dialects import fields
+from areal.proxy.dialects.shown import Parts, responses_picture
 from areal.proxy.errors import bad_request
 from areal.trajectory.meaning import Message, parse_arguments
+from areal.trajectory.pictures import Album
 
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+PARTS = Parts(TEXT_PARTS, "input_image", responses_picture)
 THOUGHT_PARTS = {"reasoning_text": "text", "summary_text": "text", "text": "text"}
 
 
-def parse_input(body: dict[str, Any]) -> list[Message]:
+def parse_input(body: dict[str, Any], album: Album | None) -> list[Message]:
     wire = body.get("input")
     if isinstance(wire, str):
         return [{"role": "user", "content": wire}]
     items = fields.objects(body, "input", "input")
     if not items:
         raise bad_request("input must be a text or hold at least one item, got none", "input")
-    conversation = _Conversation()
+    conversation = _Conversation(album)
     for place, item in enumerate(items):
         conversation.add(item, f"input[{place}]")
     return conversation.messages
 
 
 class _Conversation:
-    def __init__(self) -> None:
+    def __init__(self, album: Album | None) -> None:
+        self._album = album
         self.messages: list[Message] = []
         self._turn: Message | None = None
         """The assistant's turn that further items may join."""
@@ -44,7 +48,7 @@ class _Conversation:
             self._join().setdefault("tool_calls", []).append(_tool_call(item, where))
         elif kind == "function_call_output":
             self._close()
-            self.messages.append(_tool_result(item, where))
+            self.messages.append(_tool_result(item, where, self._album))
         elif kind == "reasoning":
             self._reasoning(item, where)
         else:
@@ -56,14 +60,19 @@ class _Conversation:
         role = item.get("role")
         if not isinstance(role, str) or role not in ROLES:
             raise bad_request(f"{where}.role must be one of {', '.join(ROLES)}, got {role!r}", f"{where}.role")
-        content = fields.content(item.get("content"), TEXT_PARTS, f"{where}.content")
+        if role == "user":
+            self._close()
+            content = PARTS.content(item.get("content"), f"{where}.content", self._album)
+            self.messages.append({"role": role, "content": content})
+            return
+        text = fields.content(item.get("content"), TEXT_PARTS, f"{where}.content")
         if role != "assistant":
             self._close()
-            self.messages.append({"role": ROLES[role], "content": content})
+            self.messages.append({"role": ROLES[role], "content": text})
             return
         if self._said:
             self._close()
-        self._join()["content"] = content
+        self._join()["content"] = text
         self._said = True
 
     def _reasoning(self, item: dict[str, Any], where: str) -> None:
@@ -90,10 +99,10 @@ def _tool_call(item: dict[str, Any], where: str) -> dict[str, Any]:
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def _tool_result(item: dict[str, Any], where: str) -> Message:
+def _tool_result(item: dict[str, Any], where: str, album: Album | None) -> Message:
     call_id = fields.text(item, "call_id", f"{where}.call_id")
     return {
         "role": "tool",
         "tool_call_id": call_id,
-        "content": fields.content(item.get("output"), TEXT_PARTS, f"{where}.output"),
+        "content": PARTS.content(item.get("output"), f"{where}.output", album),
     }

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from areal.proxy.errors import bad_request
+from areal.trajectory.pictures import Album
 from areal.utils.logging import getLogger
 
 HARMLESS = frozenset(
@@ -19,6 +20,8 @@ class Terms:
     """Largest `n` of one request."""
     drop_params: bool = False
     """Go on without what cannot be honoured, with a line in the log the first time, instead of refusing."""
+    album: Album | None = None
+    """Where pictures are kept; None = the model sees none."""
     dropped: set[str] = field(default_factory=set)
     """What the log has named already."""
 

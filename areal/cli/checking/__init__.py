@@ -1,0 +1,1 @@
+"""What `areal check` is made of: reading an episode's source, playing episodes, and the report of both."""

@@ -1,0 +1,73 @@
+"""Calls that hold an event loop while they wait, and what an episode says instead.
+
+One table for those who read source (`areal check`) and for those who look at a running stack (the stall watch).
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Blocking:
+    names: tuple[str, ...]
+    """Full names of the functions; one that ends in a dot is a whole module."""
+    remedy: str
+    modules: tuple[str, ...] = ()
+    """Modules that are on the stack while such a call waits."""
+    methods: tuple[str, ...] = ()
+    """Methods of these names block, whatever object they belong to."""
+
+
+BLOCKING = (
+    Blocking(("time.sleep",), "await asyncio.sleep(...)"),
+    Blocking(
+        ("open", "io.open"),
+        "async with aiofiles.open(...) as file: await file.read()",
+        modules=("pathlib",),
+        methods=("read_text", "read_bytes", "write_text", "write_bytes"),
+    ),
+    Blocking(
+        ("openai.OpenAI", "openai.AzureOpenAI", "anthropic.Anthropic"),
+        "AsyncOpenAI(...) (AsyncAnthropic(...)) with await, or rollout.agent.mode=subproc",
+        modules=("openai", "anthropic"),
+    ),
+    Blocking(
+        ("requests.", "urllib.request.urlopen", "httpx.get", "httpx.post", "httpx.request", "httpx.Client"),
+        "session = await workflow_context.get_aiohttp_session(), or get_httpx_client()",
+        modules=("requests", "urllib3", "urllib.request", "http.client", "httpx", "httpx2"),
+    ),
+    Blocking(
+        ("subprocess.run", "subprocess.call", "subprocess.check_call", "subprocess.check_output", "os.system"),
+        "await asyncio.create_subprocess_exec(...)",
+        modules=("subprocess",),
+    ),
+    Blocking(("input",), "no questions to a terminal: nobody sits at it"),
+)
+
+OTHERWISE = "AsyncRewardWrapper(reward_fn) for rewards, await asyncio.to_thread(...) for the rest"
+
+
+def by_name(name: str) -> Blocking | None:
+    """The entry of a function by its full name."""
+    for entry in BLOCKING:
+        if any(name == known or (known.endswith(".") and name.startswith(known)) for known in entry.names):
+            return entry
+    return None
+
+
+def by_method(method: str) -> Blocking | None:
+    return next((entry for entry in BLOCKING if method in entry.methods), None)
+
+
+def remedy_for(source: str, modules: list[str]) -> str:
+    """What to do about a blocked line, given its text and the modules that were called from it."""
+    for entry in BLOCKING:
+        called = any(_is_in(module, known) for module in modules for known in entry.modules)
+        names = [name if name.endswith(".") else f"{name}(" for name in entry.names]
+        written = any(text in source for text in (*names, *(f".{method}(" for method in entry.methods)))
+        if called or written:
+            return entry.remedy
+    return OTHERWISE
+
+
+def _is_in(module: str, package: str) -> bool:
+    return module == package or module.startswith(f"{package}.")

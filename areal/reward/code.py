@@ -1,0 +1,84 @@
+"""1.0 if the program in a completion passes every test of its task, else 0.0.
+
+The program is the last fenced block, or the whole completion if there is none; it is Python, with the standard library.
+`tests` are one of two kinds, or some of each:
+
+- `{"input": "3 4", "output": "7"}`: run it on this standard input, and compare what it prints, but for white space at
+  the ends of lines and of the text. The expected output never enters the sandbox.
+- `"assert add(3, 4) == 7"`: statements that run behind it, in one interpreter with it. A program that means to can
+  fool them; use the other kind where that matters.
+
+It runs in a sandbox (`areal/reward/sandbox.py`); `limits.timeout_seconds` is for all tests together.
+"""
+
+import dataclasses
+import json
+import re
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from areal.reward.sandbox import SandboxLimits, run_program
+
+_FENCE = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
+
+Test = Mapping[str, Any] | str
+
+
+def code_reward(
+    prompt: Any,
+    completion: str,
+    prompt_ids: list[int],
+    completion_ids: list[int],
+    tests: Sequence[Test] | str,
+    *,
+    limits: SandboxLimits = SandboxLimits(),  # noqa: B008  (frozen)
+    **_: Any,
+) -> float:
+    """`tests` may also be the JSON text of such a list, which is how a table's column can hold both kinds."""
+    statements, pairs = _sorted(json.loads(tests) if isinstance(tests, str) else tests)
+    program = extract_program(completion)
+    deadline = time.monotonic() + limits.timeout_seconds
+    if statements and not _holds(program, statements, limits):
+        return 0.0
+    return float(all(_prints(program, pair, _remaining(limits, deadline)) for pair in pairs))
+
+
+def extract_program(completion: str) -> str:
+    """The last fenced block; one that is cut off counts as far as it goes."""
+    blocks: list[str] = _FENCE.findall(completion)
+    return blocks[-1] if blocks else completion
+
+
+def _sorted(tests: Sequence[Test]) -> tuple[list[str], list[Mapping[str, Any]]]:
+    statements = [test for test in tests if isinstance(test, str)]
+    pairs = [test for test in tests if isinstance(test, Mapping) and {"input", "output"} <= set(test)]
+    if not tests or len(statements) + len(pairs) < len(tests):
+        raise ValueError(f'tests must be a list of {{"input": ..., "output": ...}} or of statements, got {tests!r:.80}')
+    return statements, pairs
+
+
+def _holds(program: str, statements: list[str], limits: SandboxLimits) -> bool:
+    """Success is a word at the end of the output, so that a program which exits before the tests has not passed."""
+    word = secrets.token_hex(16)
+    text = "\n".join([program, *statements, f"import sys; sys.stdout.flush(); sys.stdout.write({word!r})"])
+    run = run_program(text, limits=limits)
+    return run.status == 0 and run.output.endswith(word)
+
+
+def _prints(program: str, pair: Mapping[str, Any], limits: SandboxLimits | None) -> bool:
+    if limits is None:
+        return False
+    run = run_program(program, str(pair["input"]), limits)
+    return run.status == 0 and _lines(run.output) == _lines(str(pair["output"]))
+
+
+def _remaining(limits: SandboxLimits, deadline: float) -> SandboxLimits | None:
+    """What is left of the limits; None if no time is."""
+    seconds = deadline - time.monotonic()
+    return dataclasses.replace(limits, timeout_seconds=seconds) if seconds > 0 else None
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]

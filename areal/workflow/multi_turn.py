@@ -1,0 +1,100 @@
+"""The same question until the answer is right: after a wrong one the model is told so, and tries again.
+
+An episode is a conversation: each try continues the ids of the one before, and pays back to it what it earns. Its rows
+are those of an agent that holds the same conversation through the proxy.
+"""
+
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from areal.api.engine_api import InferenceEngine
+from areal.api.messages import Row
+from areal.api.reward_api import AsyncRewardWrapper
+from areal.config.errors import require
+from areal.config.generation import GenerationHyperparameters
+from areal.infra import workflow_context
+from areal.trajectory import Tree, export
+from areal.utils import stats_tracker
+from areal.utils.data import concat_padded_tensors
+from areal.workflow.math_task import TRY_AGAIN
+from areal.workflow.rlvr import RLVRWorkflow
+
+FIELDS = ("input_ids", "loss_mask", "logprobs", "versions", "returns", "completion_index", "temperatures")
+
+
+class MultiTurnWorkflow(RLVRWorkflow):
+    """Completes `data["messages"]` up to `max_turns` times, or until a reward reaches `threshold`.
+
+    The reward function is called for every try, as RLVRWorkflow calls it; `prompt` is then the conversation so far.
+    The return of a try is its own reward plus `turn_discount` times that of the next one. Recorded are `turns`, and as
+    0 or 1 whether the first try (`first_try`) and any try (`success`) was right.
+    """
+
+    def __init__(
+        self,
+        reward_fn: Callable[..., Any] | AsyncRewardWrapper,
+        gconfig: GenerationHyperparameters,
+        tokenizer: Any,
+        max_turns: int = 2,
+        turn_discount: float = 1.0,
+        feedback: str = TRY_AGAIN,
+        threshold: float = 1.0,
+    ) -> None:
+        """`feedback` is what the user says to a wrong answer."""
+        super().__init__(reward_fn, gconfig, tokenizer)
+        require(max_turns >= 1, f"max_turns must be >= 1, got {max_turns}")
+        require(0 <= turn_discount <= 1, f"turn_discount must lie in [0, 1], got {turn_discount}")
+        self.max_turns = max_turns
+        self.turn_discount = turn_discount
+        self.feedback = feedback
+        self.threshold = threshold
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Tensor] | None:
+        tree = Tree(self._renderer)
+        messages = list(self._messages(data))
+        for _ in range(self.max_turns):
+            reward = await self._try(engine, tree, messages, data)
+            if reward is None:
+                return None
+            if reward >= self.threshold:
+                break
+            messages += [tree.completions[-1].message, {"role": "user", "content": self.feedback}]
+        self._record(tree)
+        return _tensors(export(tree, "individual", self.turn_discount))
+
+    async def _try(
+        self, engine: InferenceEngine, tree: Tree, messages: list[dict[str, Any]], data: dict[str, Any]
+    ) -> float | None:
+        """The reward of one more answer, which is then in the tree; None = the episode is rejected."""
+        prompt = tree.prompt(messages)
+        response = await self._ask(engine, prompt.ids)
+        if response is None:
+            return None
+        answer = self._read(response, thinking=prompt.thinking)
+        reward = await self._score(self._renderer.decode(prompt.ids), answer, response, data)
+        if reward is None:
+            return None
+        node = tree.add(prompt, response, answer, completion_id=uuid.uuid4().hex, temperature=self._temperature)
+        node.reward = reward
+        return reward
+
+    def _record(self, tree: Tree) -> None:
+        right = [(node.reward or 0.0) >= self.threshold for node in tree.completions]
+        stats_tracker.get(workflow_context.stat_scope()).scalar(
+            reward=tree.reward, turns=len(right), first_try=right[0], success=right[-1]
+        )
+
+
+def _tensors(rows: Sequence[Row]) -> dict[str, Tensor]:
+    """Batch first, [B, L]: a row for every try."""
+    return concat_padded_tensors(
+        [
+            {name: torch.from_numpy(getattr(row, name))[None] for name in FIELDS}
+            | {"rewards": torch.tensor([row.reward]), "truncated": torch.tensor([row.truncated])}
+            for row in rows
+        ]
+    )

@@ -1,0 +1,28 @@
+"""Train a model to try again: `python3 examples/multi_turn/train.py --config examples/multi_turn/config.yaml`.
+
+Any key of the config can be overridden on the command line, and `max_turns` beside them.
+"""
+
+import sys
+from dataclasses import dataclass
+
+from areal import PPOTrainer
+from areal.api.cli_args import GRPOConfig, load_expr_config
+from areal.cli.exit import guard
+
+
+@dataclass
+class RetryConfig(GRPOConfig):
+    max_turns: int = 2
+    """Tries for each question."""
+
+
+def main(argv: list[str]) -> None:
+    config, _ = load_expr_config(argv, RetryConfig)
+    tries = {"max_turns": config.max_turns, "turn_discount": config.rollout.agent.turn_discount}
+    with PPOTrainer(config) as trainer:
+        trainer.train(workflow=config.workflow, workflow_kwargs=tries)
+
+
+if __name__ == "__main__":
+    sys.exit(guard(main, sys.argv[1:]))

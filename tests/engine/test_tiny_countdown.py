@@ -1,0 +1,31 @@
+"""The built-in countdown model. How well it is warmed up is seen by its example, not here: that takes too long."""
+
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+from areal.dataset.countdown import TASK
+from areal.dataset.procedural import Problem, split_of
+from areal.engine.architecture import read_architecture
+from areal.engine.builtin.tiny_countdown import TINY_COUNTDOWN
+from areal.utils.hf_utils import load_hf_tokenizer
+
+
+def test_it_is_made_as_a_model_with_its_tokenizer(tmp_path: Path) -> None:
+    said: list[str] = []
+    replace(TINY_COUNTDOWN, max_steps=5).make(tmp_path, said.append)
+    tokenizer = load_hf_tokenizer(tmp_path)
+    assert said == ["warming up the built-in model: step 5, success 0.00 of 0.30"]
+    assert read_architecture(tmp_path).eos_token_ids == (tokenizer.eos_token_id,)
+    assert len(tokenizer.encode("3-2+4+9")) == 7
+
+
+def test_any_way_to_the_target_counts_while_it_is_warmed_up() -> None:
+    problem = next(TASK.problems("valid"))
+    assert TINY_COUNTDOWN.right(f"({problem.answer})", problem)
+    assert not TINY_COUNTDOWN.right("", problem)
+
+
+def test_lessons_use_training_problems_only() -> None:
+    asked = [messages[0]["content"] for messages, _ in islice(TINY_COUNTDOWN.lessons(20), 3000)]
+    assert {split_of(Problem(question, "")) for question in asked} == {"train"}

@@ -1,0 +1,204 @@
+"""Code that holds an event loop is found while it holds it. Here it holds it until it is found."""
+
+import asyncio
+import importlib
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal.api.messages import Stall
+from areal.infra import workflow_context
+from areal.infra.stall_book import StallBook, over, so_far
+from areal.infra.stall_watch import LoopBlocked, StallWatch
+from areal.infra.workflow_context import WorkflowContext
+
+SECONDS = 0.05
+DEADLINE_SECONDS = 20
+
+
+@dataclass
+class Witness:
+    """What a watch has told, in order."""
+
+    began: list[Stall] = field(default_factory=list)
+    ended: list[Stall] = field(default_factory=list)
+    has_begun: threading.Event = field(default_factory=threading.Event)
+    has_ended: threading.Event = field(default_factory=threading.Event)
+
+    @contextmanager
+    def watching(self, **options: Any) -> Iterator[None]:
+        watch = StallWatch(SECONDS, self._begin, self._end, **options)
+        watch.start()
+        try:
+            yield
+        finally:
+            watch.close()
+
+    def block(self) -> None:
+        """Hold the caller's thread until the watch has noticed."""
+        assert self.has_begun.wait(DEADLINE_SECONDS)
+
+    def _begin(self, stall: Stall) -> None:
+        self.began.append(stall)
+        self.has_begun.set()
+
+    def _end(self, stall: Stall) -> None:
+        self.ended.append(stall)
+        self.has_ended.set()
+
+
+async def test_blocking_line_is_told_while_it_blocks_and_again_when_it_is_over() -> None:
+    witness = Witness()
+    with witness.watching():
+        witness.block()
+        line = Witness.block.__code__.co_firstlineno + 2
+        assert [stall.where.rpartition("/")[2] for stall in witness.began] == [f"{Path(__file__).name}:{line}"]
+        assert witness.ended == []
+        await asyncio.to_thread(witness.has_ended.wait, DEADLINE_SECONDS)
+    (began,), (ended,) = witness.began, witness.ended
+    assert (ended.where, ended.function) == (began.where, "block")
+    assert ended.seconds >= began.seconds >= SECONDS
+    assert began.source == "assert self.has_begun.wait(DEADLINE_SECONDS)"
+
+
+async def test_stall_names_the_episode_that_caused_it_also_in_a_task_of_its_own() -> None:
+    witness = Witness()
+
+    async def inner() -> None:
+        witness.block()
+
+    with witness.watching(), workflow_context.enter(WorkflowContext(task_id=7, workflow="my_module.MyAgent")):
+        await asyncio.create_task(inner())
+    assert [(stall.workflow, stall.task_id) for stall in witness.ended] == [("my_module.MyAgent", 7)]
+
+
+async def test_call_that_keeps_pythons_lock_is_found_when_it_lets_go() -> None:
+    witness = Witness()
+    with witness.watching():
+        while not witness.began:  # a busy machine may give the first one's time to others
+            re.match(r"(a+)+$", "a" * 22 + "b")
+    assert "test_stall_watch.py" in witness.began[0].where
+
+
+async def test_waiting_loop_is_not_a_stall() -> None:
+    witness = Witness()
+    with witness.watching():
+        await asyncio.wait((asyncio.create_task(asyncio.Event().wait()),), timeout=3 * SECONDS)
+    assert (witness.began, witness.ended) == ([], [])
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], Any]]:
+    """Write a module where libraries are, and import it."""
+    monkeypatch.setattr("areal.infra.stack.LIBRARIES", (f"{tmp_path}/", str(Path(asyncio.__file__).parents[1])))
+    monkeypatch.syspath_prepend(tmp_path)
+    made: list[str] = []
+
+    def install(name: str, text: str) -> Any:
+        (tmp_path / f"{name}.py").write_text(text)
+        made.append(name)
+        importlib.invalidate_caches()
+        return importlib.import_module(name)
+
+    yield install
+    for name in made:
+        sys.modules.pop(name, None)
+
+
+async def test_library_that_blocks_is_blamed_on_the_line_that_called_it(installed: Callable[[str, str], Any]) -> None:
+    witness = Witness()
+    library = installed("requests_like", "def get(wait):\n    return wait()\n")
+    with witness.watching():
+        library.get(lambda: None)
+        library.get(witness.has_begun.wait)
+    assert witness.began[0].source == "library.get(witness.has_begun.wait)"
+    assert witness.began[0].function == "test_library_that_blocks_is_blamed_on_the_line_that_called_it"
+
+
+async def test_importing_something_is_no_fault_of_an_episode(installed: Callable[[str, str], Any]) -> None:
+    witness = Witness()
+    with witness.watching():
+        installed("slow_to_load", f"import threading\nthreading.Event().wait({3 * SECONDS})\n")
+    assert witness.began == []
+
+
+async def test_workflow_that_is_installed_like_a_library_is_found_by_who_calls_it(
+    installed: Callable[[str, str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    witness = Witness()
+    agent = installed("installed_agent", "async def run(wait):\n    wait()\n")
+
+    async def call(function: Any, *args: Any) -> Any:
+        return await function(*args)
+
+    monkeypatch.setattr("areal.infra.stack.LIBRARIES", ("/",))
+    with witness.watching(entries=(call.__code__,)):
+        await asyncio.create_task(call(agent.run, witness.has_begun.wait))
+    assert [stall.where.rpartition("/")[2] for stall in witness.began] == ["installed_agent.py:2"]
+
+
+@pytest.mark.parametrize(
+    ("source", "remedy"),
+    [
+        ("time.sleep(3)", "await asyncio.sleep(...)"),
+        ("text = open(path).read()", "aiofiles.open"),
+        ("page = requests.get(url)", "get_aiohttp_session()"),
+        ("x = score(answer)", "AsyncRewardWrapper"),
+    ],
+)
+def test_remedy_fits_the_line(source: str, remedy: str) -> None:
+    from areal.infra.blocking_calls import remedy_for
+
+    assert remedy in remedy_for(source, [])
+
+
+def stall(where: str, seconds: float) -> Stall:
+    return Stall(where, "run", "time.sleep(3)", "await asyncio.sleep(...)", "my_module.MyAgent", 7, seconds, 1)
+
+
+def test_sentences_say_who_where_how_long_and_what_instead() -> None:
+    ended = stall("my_module.py:41", 3.04)
+    assert over(ended) == (
+        "my_module.MyAgent (task 7) blocked the event loop for 3.0 s at my_module.py:41 in run: time.sleep(3); "
+        "use await asyncio.sleep(...)"
+    )
+    assert "has been blocking the event loop for 3.0 s at my_module.py:41" in so_far(ended)
+
+
+def test_book_tells_the_first_of_a_line_and_sums_up_the_rest() -> None:
+    book, news = StallBook(), []
+    for _ in range(5):
+        news.append(book.is_news(stall("a.py:1", 0.5)))
+        book.add(stall("a.py:1", 0.5))
+    book.add(stall("b.py:2", 9.0))
+    assert news == [True, True, True, False, False]
+    assert book.summary() == [
+        "b.py:2 blocked the event loop once, 9.0 s in all; use await asyncio.sleep(...)",
+        "a.py:1 blocked the event loop 5 times, 2.5 s in all; use await asyncio.sleep(...)",
+    ]
+
+
+async def test_callback_that_waits_for_its_own_loop_is_interrupted_where_it_stands() -> None:
+    witness, going_on = Witness(), asyncio.Event()
+
+    async def waits_for_ever() -> None:
+        threading.Event().wait()
+
+    async def goes_on() -> None:
+        going_on.set()
+
+    with witness.watching(limit_seconds=2 * SECONDS):
+        stuck = asyncio.create_task(waits_for_ever())
+        other = asyncio.create_task(goes_on())
+        with pytest.raises(LoopBlocked):
+            await stuck
+        await other
+    assert going_on.is_set()
+    assert witness.ended[0].source == "threading.Event().wait()"

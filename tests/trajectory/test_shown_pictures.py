@@ -1,0 +1,149 @@
+"""Conversations with pictures: the ids are the processor's, each picture is stored once, and rows have theirs."""
+
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+from scripted_talk import Talk
+from tiny_processor import PARTS_ONLY_TEMPLATE, TOKENS_PER_PICTURE, png, save_processor
+
+from areal.api.errors import ModelError, RequestError
+from areal.trajectory import Renderer, Tree, export, transcript
+from areal.trajectory.pictures import Picture, content_of
+from areal.utils.hf_utils import load_hf_processor, load_hf_tokenizer
+from areal.utils.images import decode_image
+
+RED, BLUE = Picture(png("red")), Picture(png("blue"))
+
+
+@pytest.fixture(scope="module")
+def processor(vision_directory: Path) -> Any:
+    return load_hf_processor(vision_directory)
+
+
+@pytest.fixture(scope="module")
+def renderer(vision_directory: Path, processor: Any) -> Renderer:
+    return Renderer(load_hf_tokenizer(vision_directory), processor=processor)
+
+
+@pytest.fixture
+def chat(renderer: Renderer) -> Talk:
+    return Talk(Tree(renderer))
+
+
+def user(*said: str | Picture) -> dict[str, Any]:
+    return {"role": "user", "content": content_of(said)}
+
+
+def by_processor(processor: Any, text: str, *pictures: Picture) -> list[int]:
+    images = [decode_image(picture.data) for picture in pictures]
+    return list(processor(text=[text], images=images, add_special_tokens=False)["input_ids"][0])
+
+
+def test_prompt_has_the_ids_of_the_processor(chat: Talk, processor: Any) -> None:
+    prompt = chat.tree.prompt([user("What is ", RED, " and ", BLUE, "?")])
+    text = "<|im_start|>user\nWhat is <image> and <image>?<|im_end|>\n<|im_start|>assistant\n"
+    assert prompt.ids == by_processor(processor, text, RED, BLUE)
+    assert prompt.ids.count(processor.image_token_id) == 2 * TOKENS_PER_PICTURE
+    assert prompt.images == [RED.data, BLUE.data]
+
+
+def test_new_turn_with_a_new_picture_extends_the_ids_that_were_sampled(chat: Talk, processor: Any) -> None:
+    first = [user("What is ", RED)]
+    letters = [token for letter in "a circle" for token in chat.ids(letter)]  # no tokenizer would write it so
+    said = chat.say(first, [*letters, chat.end])
+    prompt = chat.tree.prompt([*first, said.message, user("And ", BLUE, "?")])
+    behind = by_processor(processor, "\n<|im_start|>user\nAnd <image>?<|im_end|>\n<|im_start|>assistant\n", BLUE)
+    assert prompt.extends
+    assert prompt.ids == [*said.prompt_ids.tolist(), *letters, chat.end, *behind]
+    assert prompt.images == [RED.data, BLUE.data]
+    assert prompt.new_pictures == [BLUE]
+
+
+@pytest.mark.parametrize("style", ["individual", "concat"])
+def test_rows_have_the_pictures_of_their_token_path(chat: Talk, processor: Any, style: Any) -> None:
+    messages = [user("What is ", RED)]
+    for more in (user("And ", BLUE), user("Sure?")):
+        messages += [chat.say(messages, "a circle").message, more]
+    chat.say(messages, "yes")
+    fork = [*messages[:2], user("Again ", RED)]
+    chat.say(fork, "a square")
+    rows = export(chat.tree, style, 1.0)
+    red, blue = RED.data, BLUE.data
+    expected = {"individual": [[red], [red, blue], [red, blue], [red, red]], "concat": [[red, blue], [red, red]]}
+    assert [row.images for row in rows] == expected[style]
+    for row in rows:
+        places = int((row.input_ids == processor.image_token_id).sum())
+        assert places == TOKENS_PER_PICTURE * len(row.images)
+
+
+def test_picture_that_is_sent_again_is_stored_once(chat: Talk, renderer: Renderer) -> None:
+    album = renderer.sight.album
+    messages = [user(album.picture(png("red")))]
+    said = chat.say(messages, "a circle")
+    again = [user(album.picture(png("red"))), said.message, user("Sure?")]
+    chat.say(again, "yes")
+    assert [len(node.pictures) for node in chat.tree.completions] == [1, 0]
+    assert again[0]["content"][0]["image"] is said.pictures[0]
+
+
+def test_another_picture_is_another_conversation(chat: Talk) -> None:
+    said = chat.say([user("What is ", RED)], "a circle")
+    prompt = chat.tree.prompt([user("What is ", BLUE), said.message, user("Sure?")])
+    assert prompt.parent is None
+
+
+def test_texts_beside_each_other_mean_the_same_as_one(chat: Talk) -> None:
+    said = chat.say([user("What is ", "this: ", RED)], "a circle")
+    assert chat.tree.prompt([user("What is this: ", RED), said.message, user("Sure?")]).extends
+
+
+def test_transcript_names_pictures(chat: Talk) -> None:
+    chat.say([user("What is ", RED, "?")], "a circle")
+    assert transcript(chat.tree)[0] == {"role": "user", "content": "What is [image 40x32 png]?"}
+
+
+@pytest.mark.parametrize("said", [["<image>"], ["What is <image> and ", RED]])
+def test_text_that_looks_like_a_picture_is_refused(chat: Talk, said: list[Any]) -> None:
+    with pytest.raises(RequestError, match="'<image>' stands for what is no text"):
+        chat.tree.prompt([user(*said)])
+
+
+def test_broken_picture_is_the_callers_error(chat: Talk) -> None:
+    with pytest.raises(RequestError, match="must be whole"):
+        chat.tree.prompt([user(Picture(png("red")[:-40]))])
+
+
+def test_many_big_pictures_are_not_decoded_at_once(chat: Talk) -> None:
+    big = Picture(png("red", (5792, 5792)))
+    with pytest.raises(RequestError, match="may have 134217728 pixels"):
+        chat.tree.prompt([user(*[big] * 5)])
+
+
+def test_model_without_a_processor_refuses_pictures(vision_directory: Path) -> None:
+    tree = Tree(Renderer(load_hf_tokenizer(vision_directory)))
+    with pytest.raises(RequestError, match="this model sees no pictures"):
+        tree.prompt([user(RED)])
+
+
+def test_template_that_reads_only_parts_gets_parts(tmp_path: Path) -> None:
+    save_processor(tmp_path, PARTS_ONLY_TEMPLATE)
+    renderer = Renderer(load_hf_tokenizer(tmp_path), processor=load_hf_processor(tmp_path))
+    talk = Talk(Tree(renderer))
+    assert renderer.turn_end_ids == [talk.end]
+    said = talk.say([{"role": "system", "content": "Be brief."}, user("What is ", RED, "?")], "a circle")
+    text = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n<image>What is ?<|im_end|>\n"
+    assert said.prompt_ids.tolist() == renderer.encode(text + "<|im_start|>assistant\n", [RED])
+
+
+def test_template_that_knows_no_pictures_is_refused_at_once(vision_directory: Path, tmp_path: Path) -> None:
+    save_processor(tmp_path, "{%- for message in messages %}{{- message.role }}{%- endfor %}")
+    with pytest.raises(ModelError, match=r"must write one of the processor's tokens \['<image>'\] for a picture"):
+        Renderer(load_hf_tokenizer(tmp_path), processor=load_hf_processor(tmp_path))
+
+
+def test_renderer_travels(renderer: Renderer) -> None:
+    travelled = cloudpickle.loads(cloudpickle.dumps(renderer))
+    messages = [user("What is ", RED)]
+    assert Tree(travelled).prompt(messages).ids == Tree(renderer).prompt(messages).ids
