@@ -63,6 +63,9 @@ class Decoder:
         self.final_norm = self.parameters["final_norm"]
         self.layers = [Layer(self.parameters.get, i) for i in range(architecture.num_layers)]
         self._rotary = _rotary_table(architecture).to(self.flat.dtype)
+        self._zero = self.flat.new_zeros(())
+        sizes, eps = (architecture.hidden_size, architecture.head_dim), architecture.norm_eps
+        self._floors = {size: self.flat.new_tensor((size * eps) ** 0.5) for size in sizes}
 
     def hidden(self, ids: Tensor, positions: Tensor, attend: Attend, linear: Linear = F.linear) -> Tensor:
         """Final hidden states [T,D] of `ids[T]` at `positions[T]`; `linear` multiplies by the matrices."""
@@ -78,12 +81,12 @@ class Decoder:
         return linear(hidden, self.head, None)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        size, eps = x.shape[-1], self.architecture.norm_eps
+        size = x.shape[-1]
         if torch.is_grad_enabled():
-            return F.rms_norm(x, weight.shape[-1:], None, eps) * weight
-        # The same in a third of the kernels: x sqrt(D) / sqrt(|x|^2 + D eps).
-        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        return x.div(torch.hypot(length, length.new_full((), (size * eps) ** 0.5))).mul_(weight * size**0.5)
+            return F.rms_norm(x, (size,), None, self.architecture.norm_eps) * weight
+        # The same in fewer kernels: x sqrt(D) / sqrt(|x|^2 + D eps).
+        length = torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), self._floors[size])
+        return torch.addcdiv(self._zero, x, length, value=size**0.5).mul_(weight)
 
     def _attention(
         self, layer: Layer, index: int, h: Tensor, cos: Tensor, sin: Tensor, attend: Attend, linear: Linear

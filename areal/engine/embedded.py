@@ -113,8 +113,7 @@ class EmbeddedEngine:
         sequence = Sequence.of(
             req, vocab_size=runner.vocab_size, max_positions=runner.max_positions, tokenizer=self._tokenizer
         )
-        if req.images and not runner.sees_images:
-            raise RequestError("the model sees no pictures, got a request with some; use a vision-language model")
+        runner.check(req.input_ids, req.images)
         if req.grammar is not None:
             sequence.grammar = await self._grammars.begin(req.grammar)
             self._check_alive()

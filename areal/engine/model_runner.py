@@ -18,8 +18,9 @@ class ModelRunner(Protocol):
     @property
     def max_positions(self) -> int: ...
 
-    @property
-    def sees_images(self) -> bool: ...
+    def check(self, ids: Sequence[int], images: Sequence[bytes]) -> None:
+        """Raise RequestError for pictures that cannot be shown, before they can hurt others."""
+        ...
 
     def prefill(
         self, rows: Sequence[int], prompts: Sequence[Sequence[int]], images: Sequence[tuple[bytes, ...]]

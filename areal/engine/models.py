@@ -6,10 +6,12 @@ from pathlib import Path
 from areal.api.errors import ModelError
 from areal.engine.builtin.tiny_countdown import TINY_COUNTDOWN
 from areal.engine.builtin.tiny_math import TINY_MATH
+from areal.engine.builtin.tiny_vision import tiny_vision
 
 BUILTIN: dict[str, Callable[[Callable[[str], None]], Path]] = {
     "tiny-math": TINY_MATH.cached,
     "tiny-countdown": TINY_COUNTDOWN.cached,
+    "tiny-vision": tiny_vision,
 }
 
 

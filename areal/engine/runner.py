@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from areal.api.errors import RequestError
 from areal.engine.decoder import Decoder
 
 PASS_TOKENS = 16384
@@ -29,8 +30,6 @@ class Runner:
         self._keys = [torch.empty(0, a.num_kv_heads, 0, a.head_dim) for _ in range(a.num_layers)]
         self._values = [torch.empty(0, a.num_kv_heads, 0, a.head_dim) for _ in range(a.num_layers)]
 
-    sees_images = False
-
     @property
     def flat(self) -> Tensor:
         return self.decoder.flat
@@ -42,6 +41,10 @@ class Runner:
     @property
     def vocab_size(self) -> int:
         return self.decoder.architecture.vocab_size
+
+    def check(self, ids: Sequence[int], images: Sequence[bytes]) -> None:
+        if images:
+            raise RequestError("the model sees no pictures, got a request with some; use a vision-language model")
 
     @torch.inference_mode()
     def prefill(

@@ -18,6 +18,7 @@ from areal.dataset.shapes import QUESTION, SIZE, TASK, Drawing
 from areal.engine.builtin.answers import sampled_answers
 from areal.engine.builtin.cache import Report, cached
 from areal.engine.builtin.tokenizer import IMAGE_TOKEN, make_tokenizer
+from areal.engine.generic.config import quiet
 from areal.engine.generic.model import GenericModel
 from areal.engine.generic.runner import GenericRunner
 from areal.engine.generic.training import GenericTraining
@@ -111,7 +112,7 @@ def _write_untrained(directory: Path, tokenizer: Any) -> None:
         vision_feature_layer=-1,
         tie_word_embeddings=True,
     )
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), quiet():
         torch.manual_seed(SEED)
         LlavaForConditionalGeneration(config).save_pretrained(directory)
 

@@ -1,5 +1,7 @@
 """What a transformers config says about a model, under whichever name it says it. Needs no weights."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,20 @@ def sees_images(config: Any) -> bool:
 def placeholders_of(config: Any) -> set[int]:
     found = (getattr(config, name, None) for name in PLACEHOLDERS)
     return {token for token in found if isinstance(token, int) and token >= 0}
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without the bars that transformers draws while it reads and writes."""
+    from transformers.utils import logging
+
+    drawn = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if drawn:
+            logging.enable_progress_bar()
 
 
 def first_line(error: Exception) -> str:

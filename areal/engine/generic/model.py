@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from areal.api.errors import ModelError
-from areal.engine.generic.config import first_line, placeholders_of, positions_of, read_config, sees_images
+from areal.api.errors import ModelError, RequestError
+from areal.engine.generic.config import first_line, placeholders_of, positions_of, quiet, read_config, sees_images
 from areal.engine.generic.pictures import Images, PictureInputs
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
@@ -43,6 +43,8 @@ class GenericModel:
         """Refuse pictures that are none, or that `ids` have another number of places for. Raises RequestError."""
         if self.pictures is not None:
             self.pictures.check(ids, images)
+        elif images:
+            raise RequestError("the model sees no pictures, got a request with some; use a vision-language model")
 
     def logits(self, ids: Tensor, images: Sequence[Images], columns: Tensor, **options: Any) -> Tensor:
         """Logits [B,C,V] after the tokens in `columns` of `ids` [B,L]; a picture's placeholder is never predicted."""
@@ -87,7 +89,8 @@ class GenericModel:
         state = self.module.state_dict()
         for name, tensor in state.items():  # tied weights stay one tensor
             state[name] = clones.setdefault(tensor.data_ptr(), tensor.detach().clone())
-        self.module.save_pretrained(directory, state_dict=state)
+        with quiet():
+            self.module.save_pretrained(directory, state_dict=state)
         for name in PROCESSOR_FILES:
             if (self.directory / name).exists() and self.directory != directory:
                 shutil.copyfile(self.directory / name, directory / name)
@@ -133,7 +136,8 @@ def _load(directory: Path) -> Any:
 
     loader = AutoModelForImageTextToText if sees_images(read_config(directory)) else AutoModelForCausalLM
     try:
-        module, info = loader.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
+        with quiet():
+            module, info = loader.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelError(f"transformers cannot load the model in {str(directory)!r}: {first_line(error)}") from None
     if missing := sorted(info["missing_keys"]):

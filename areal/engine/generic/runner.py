@@ -41,12 +41,8 @@ class GenericRunner:
     def max_positions(self) -> int:
         return self.model.max_positions
 
-    @property
-    def sees_images(self) -> bool:
-        return self.model.pictures is not None
-
-    def check(self, ids: Sequence[int], images: Images) -> None:
-        self.model.check(ids, images)
+    def check(self, ids: Sequence[int], images: Sequence[bytes]) -> None:
+        self.model.check(ids, tuple(images))
 
     @torch.no_grad()
     def prefill(self, rows: Sequence[int], prompts: Sequence[Sequence[int]], images: Sequence[Images] = ()) -> Tensor:

@@ -1,0 +1,110 @@
+"""Keys and values of token sequences that may begin a later prompt: conversations, shared prompts.
+
+A tree whose nodes are runs of tokens; what two sequences have in common is stored once. The least recently used leaves
+leave when the budget is spent. It knows nothing of weights: who changes them calls `clear`.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+TOKEN_DIM = 2
+"""Where the tokens are in a block of keys and values [layers, 2, tokens, heads, size]."""
+
+
+@dataclass(eq=False)
+class Node:
+    ids: list[int]
+    block: Tensor
+    parent: "Node | None"
+    children: "dict[int, Node]" = field(default_factory=dict)
+    used: int = 0
+
+    def shared(self, ids: Sequence[int], start: int) -> int:
+        """How many of this node's tokens `ids` has from `start` on."""
+        mine = self.ids
+        if mine == ids[start : start + len(mine)]:
+            return len(mine)
+        return next(i for i, token in enumerate(mine) if start + i >= len(ids) or ids[start + i] != token)
+
+
+class PrefixTree:
+    def __init__(self, budget_bytes: int) -> None:
+        self.budget_bytes = budget_bytes
+        self.bytes = 0
+        self._clock = 0
+        self._root = Node([], torch.empty(0), None)
+
+    def clear(self) -> None:
+        self._root.children.clear()
+        self.bytes = 0
+
+    def find(self, ids: list[int]) -> list[Tensor]:
+        """Blocks that together hold the longest known prefix of `ids`."""
+        blocks = []
+        for node, count in self._path(ids):
+            blocks.append(node.block.narrow(TOKEN_DIM, 0, count))
+        return blocks
+
+    def add(self, ids: list[int], block: Tensor) -> None:
+        """Remember `ids`; `block` has the keys and values of all of them, and the new ones are copied."""
+        parent, start = self._root, 0
+        for node, count in self._path(ids):
+            start += count
+            parent = node if count == len(node.ids) else self._split(node, count)
+        if start == len(ids):
+            return
+        self._attach(parent, ids[start:], block.narrow(TOKEN_DIM, start, len(ids) - start).clone())
+        if self.bytes > self.budget_bytes:
+            self._evict()
+
+    def _path(self, ids: list[int]) -> Iterator[tuple[Node, int]]:
+        """Nodes along `ids`, each with how many of its tokens match; only the last may match in part."""
+        self._clock += 1
+        node, start = self._root, 0
+        while start < len(ids) and (child := node.children.get(ids[start])) is not None:
+            count = child.shared(ids, start)
+            child.used = self._clock
+            yield child, count
+            if count < len(child.ids):
+                return
+            node, start = child, start + count
+
+    def _attach(self, parent: Node, ids: list[int], block: Tensor) -> Node:
+        node = Node(ids, block, parent, used=self._clock)
+        parent.children[ids[0]] = node
+        self.bytes += block.nbytes
+        return node
+
+    def _split(self, node: Node, count: int) -> Node:
+        """Let the first `count` tokens of a node be a node of their own, and return it."""
+        assert node.parent is not None
+        self.bytes -= node.block.nbytes
+        head = self._attach(node.parent, node.ids[:count], node.block.narrow(TOKEN_DIM, 0, count).clone())
+        tail = node.block.narrow(TOKEN_DIM, count, len(node.ids) - count).clone()
+        node.ids, node.block, node.parent = node.ids[count:], tail, head
+        head.children[node.ids[0]] = node
+        self.bytes += tail.nbytes
+        return head
+
+    def _evict(self) -> None:
+        """Drop leaves, the longest unused first, until a tenth of the budget is free."""
+        while self.bytes > 0.9 * self.budget_bytes:
+            for leaf in sorted(self._leaves(), key=lambda node: node.used):
+                if self.bytes <= 0.9 * self.budget_bytes:
+                    return
+                assert leaf.parent is not None
+                del leaf.parent.children[leaf.ids[0]]
+                self.bytes -= leaf.block.nbytes
+
+    def _leaves(self) -> list[Node]:
+        nodes, leaves = list(self._root.children.values()), []
+        while nodes:
+            node = nodes.pop()
+            nodes += node.children.values()
+            if not node.children:
+                leaves.append(node)
+        return leaves

@@ -1,0 +1,20 @@
+"""Train a model that sees: `python3 examples/vision/train.py --config examples/vision/config.yaml`.
+
+The agent is the config's `workflow`; any key can be overridden on the command line, `workflow=` too.
+"""
+
+import sys
+
+from areal import PPOTrainer
+from areal.api.cli_args import GRPOConfig, load_expr_config
+from areal.cli.exit import guard
+
+
+def main(argv: list[str]) -> None:
+    config, _ = load_expr_config(argv, GRPOConfig)
+    with PPOTrainer(config) as trainer:
+        trainer.train(workflow=config.workflow)
+
+
+if __name__ == "__main__":
+    sys.exit(guard(main, sys.argv[1:]))
