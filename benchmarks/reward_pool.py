@@ -23,7 +23,7 @@ from benchmarks.reward_calls import BUSY_SECONDS, busy, small, survive
 
 ARGS = ("<|im_start|>user\nSort 5291<|im_end|>\n<|im_start|>assistant\n", "1259", [*range(40)], [*range(12)])
 DATA = {"answer": "1259", "messages": [{"role": "user", "content": "Sort 5291"}]}
-SURVIVAL_LIMITS = Limits(memory_bytes=128 << 20)
+SURVIVAL_LIMITS = Limits(memory_bytes=64 << 20)
 SURVIVAL_SECONDS = 0.5
 BAD = ("loop", "crash", "hoard")
 OUTCOME = {"loop": "timeout", "crash": "crash", "hoard": "memory"}
@@ -128,7 +128,7 @@ def run() -> tuple[dict[str, Any], list[Aim]]:
     figures: dict[str, Any] = {"processes": usable_cores(), "load_average": os.getloadavg()[0]}
     figures["construction_ms"] = construction_ms()
     figures["small"] = asyncio.run(compare(small, calls=4000, episodes=256, rounds=15))
-    figures[f"busy_{BUSY_SECONDS * 1e3:.0f}_ms"] = slow = asyncio.run(compare(busy, calls=512, episodes=64, rounds=5))
+    figures[f"busy_{BUSY_SECONDS * 1e3:.0f}_ms"] = slow = asyncio.run(compare(busy, calls=160, episodes=64, rounds=15))
     print("compared; now 10,000 calls with and without bad ones", file=sys.stderr)
     figures["survival"] = lived = asyncio.run(survival(calls=10_000, episodes=256, every=100))
     quick, ended = figures["small"], lived["with_bad"]

@@ -50,6 +50,9 @@ class Episode:
     stats: dict[str, float] = field(default_factory=dict)
     calls: int = 0
     seconds: float = 0.0
+    turns: list[tuple[float, float, int]] = field(default_factory=list)
+    """For each call of the model: when it was asked and when it had answered, in seconds of the episode, and the tokens
+    it sampled."""
 
 
 @dataclass

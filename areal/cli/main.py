@@ -39,7 +39,9 @@ def _declare_serve(parser: argparse.ArgumentParser) -> None:
 
 
 def _declare_simulate(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--latency", required=True, metavar="TRACE", help="a trace file, or lognormal:mean=0.5,sigma=1")
+    parser.add_argument(
+        "--latency", required=True, metavar="TRACE", help="a run's directory, a trace file, or lognormal:mean=0.5"
+    )
     parser.add_argument("--eta", type=int, nargs="+", default=[0, 1, 2, 4], help="rollout.max_head_offpolicyness")
     for name, default, what in (
         ("engines", 1, "inference engines"),
@@ -52,6 +54,7 @@ def _declare_simulate(parser: argparse.ArgumentParser) -> None:
     ):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{what} ({default})")
     parser.add_argument("--cores", type=float, help="everything shares one machine with so many cores")
+    parser.add_argument("--save", metavar="FILE", help="write the trace, to be edited")
     parser.add_argument("--plot", metavar="FILE", help="draw throughput and idle time over eta")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
 

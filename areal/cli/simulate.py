@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -11,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from areal.api.errors import ConfigError
+from areal.simulation.recording import record
 from areal.simulation.scenario import Prediction, Scenario, predict
 from areal.simulation.trace import read_trace
 
@@ -35,7 +37,9 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"--{name.replace('_', '-')} must be >= 1, got {getattr(args, name)}")
     if min(args.eta) < 0 or (args.cores is not None and args.cores <= 0):
         raise ConfigError(f"--eta must be >= 0 and --cores > 0, got {args.eta} and {args.cores}")
-    trace = read_trace(args.latency)
+    trace = record(args.latency) if Path(args.latency).is_dir() else read_trace(args.latency)
+    if args.save:
+        trace.save(args.save)
     counts = {name: getattr(args, name) for name in COUNTS}
     predictions = {
         eta: predict(Scenario(trace, max_head_offpolicyness=eta, cores=args.cores, **counts)) for eta in args.eta

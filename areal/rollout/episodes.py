@@ -47,6 +47,7 @@ async def run_episode(
         return Rejection(RejectReason.FILTERED, f"{door.name} returned None"), digests
     episode.stats = stats.means()
     episode.seconds = time.monotonic() - began
+    episode.turns = [(asked - began, answered - began, tokens) for asked, answered, tokens in episode.turns]
     return episode, digests
 
 

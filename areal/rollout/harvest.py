@@ -21,4 +21,5 @@ def harvest(tree: Tree, reward: Any, name: str, config: AgentConfig) -> Episode 
 def gather(tree: Tree, config: AgentConfig) -> Episode:
     """The episode of a tree that has its rewards."""
     rows = export(tree, config.export_style, config.turn_discount)
-    return Episode(rows, tree.reward, transcript(tree), calls=len(tree.completions))
+    turns = [(node.asked_at, node.answered_at, len(node.output_ids)) for node in tree.completions]
+    return Episode(rows, tree.reward, transcript(tree), calls=len(tree.completions), turns=turns)

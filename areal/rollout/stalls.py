@@ -23,9 +23,7 @@ class WorkerStalls:
         self._book = StallBook()
         self._told = False
         self._ended: deque[Stall] = deque()
-        self._watch = StallWatch(
-            seconds, self._begin, self._end, limit_seconds=limit_seconds, entries=(call.__code__,)
-        )
+        self._watch = StallWatch(seconds, self._begin, self._end, limit_seconds=limit_seconds, entries=(call.__code__,))
         self._watch.start()
 
     def take(self) -> list[Stall]:

@@ -1,6 +1,7 @@
 """Episodes of a RolloutWorkflow: it calls the engine itself, and returns tensors or interactions to train on."""
 
 import re
+import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
@@ -50,7 +51,7 @@ class WorkflowDoor:
             episode = Episode(rows, sum(row.reward for row in rows), messages)
         for row in episode.rows:
             self._settle_versions(row, witness.versions)
-        episode.calls = witness.calls
+        episode.calls, episode.turns = len(witness.turns), witness.turns
         return episode, witness.digests
 
     def _settle_versions(self, row: Row, witnessed: set[int]) -> None:
@@ -91,7 +92,8 @@ class WitnessedEngine:
     def __init__(self, engine: InferenceEngine, greedy: bool) -> None:
         self._engine = engine
         self._greedy = greedy
-        self.calls = 0
+        self.turns: list[tuple[float, float, int]] = []
+        """When each call asked and was answered (monotonic seconds), and the tokens it sampled."""
         self.versions: set[int] = set()
         self.temperatures: set[float] = set()
         self.digests: dict[int, str] = {}
@@ -102,22 +104,22 @@ class WitnessedEngine:
         return next(iter(self.temperatures)) if len(self.temperatures) == 1 else None
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
-        req = self._asked(req)
-        return self._note(req, await self._engine.agenerate(req))
+        req, asked_at = self._asked(req), time.monotonic()
+        return self._note(req, await self._engine.agenerate(req), asked_at)
 
     async def astream(self, req: ModelRequest) -> AsyncGenerator[TokenChunk, None]:
-        req = self._asked(req)
+        req, asked_at = self._asked(req), time.monotonic()
         async with aclosing(self._engine.astream(req)) as chunks:
             async for chunk in chunks:
                 if chunk.response is not None:
-                    self._note(req, chunk.response)
+                    self._note(req, chunk.response, asked_at)
                 yield chunk
 
     def _asked(self, req: ModelRequest) -> ModelRequest:
         return replace(req, gconfig=req.gconfig.new(greedy=True)) if self._greedy else req
 
-    def _note(self, req: ModelRequest, response: ModelResponse) -> ModelResponse:
-        self.calls += 1
+    def _note(self, req: ModelRequest, response: ModelResponse, asked_at: float) -> ModelResponse:
+        self.turns.append((asked_at, time.monotonic(), response.output_len))
         self.versions.update(response.output_versions)
         # A greedy choice is made on undivided logits.
         self.temperatures.add(1.0 if req.gconfig.greedy else req.gconfig.temperature or 1.0)

@@ -103,6 +103,7 @@ class TrainingRun:
         )
         tasks = task_stream(plan.tasks, config.seed, self._settled, shuffle=config.train_dataset.shuffle)
         self._journal.start_clock()
+        self._cpu_before = self._fleet.cpu_seconds()
         self._fleet.begin(tasks, admission, self._keep)
         self._fleet.publish(self._engine.publish())
 
@@ -166,13 +167,14 @@ class TrainingRun:
         self._say(notices.stopped(self._plan.directory.path, self._step, self._plan.total_steps))
 
     def _finish(self) -> TrainResult:
-        directory = self._plan.directory
+        directory, generating = self._plan.directory, self._fleet.engine_activity()
         summary = {
             "steps": self._step,
             **self._journal.summary(),
-            "overlap": overlap(self._training, self._fleet.engine_activity()),
+            "overlap": overlap(self._training, generating),
+            "generating_seconds": sum(end - start for start, end in generating),
             "training_seconds": sum(end - start for start, end in self._training),
-            "cpu_seconds": self._fleet.cpu_seconds(),
+            "cpu_seconds": {name: used - self._cpu_before[name] for name, used in self._fleet.cpu_seconds().items()},
             "rejections": dict(self._fleet.tally.counts),
             "stalls": self._fleet.stalls,
         }

@@ -43,6 +43,7 @@ class RolloutLog:
                 "tokens": tokens_of(episode),
                 "calls": episode.calls,
                 "seconds": round(episode.seconds, 4),
+                "turns": [(round(asked, 4), round(answered, 4), tokens) for asked, answered, tokens in episode.turns],
             }
         )
 

@@ -1,5 +1,6 @@
 """One completion of a conversation: a node of the tree, holding only what its parent does not."""
 
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,6 +54,7 @@ class Prompt:
     """Those whose places are in the ids, in order."""
     new_pictures: list[Picture] = field(default_factory=list)
     """Those whose places are in the new ids."""
+    asked_at: float = field(default_factory=time.monotonic)
 
     @property
     def images(self) -> list[bytes]:
@@ -95,6 +97,9 @@ class Completion:
     stop_reason: StopReason
     end_id: int | None
     """The stop token that ended the answer; None if it was cut off or met a stop text."""
+    asked_at: float
+    """Monotonic seconds."""
+    answered_at: float = field(default_factory=time.monotonic)
     digests: dict[int, str] = field(default_factory=dict)
     """Digest of the weights behind each version."""
     reward: float | None = None

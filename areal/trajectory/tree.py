@@ -118,6 +118,7 @@ class Tree:
             temperature=temperature,
             stop_reason=response.stop_reason,
             end_id=answer.end_id,
+            asked_at=prompt.asked_at,
             digests=response.digests,
         )
         self.completions.append(completion)

@@ -19,7 +19,7 @@ def make_row(versions: list[int]) -> Row:
 
 def make_episode(*messages: dict[str, Any], reward: float = 1.0) -> Episode:
     rows = [make_row([-1, -1, 3, 3]), make_row([-1, 4])]
-    return Episode(rows=rows, reward=reward, messages=list(messages), calls=2, seconds=0.3125)
+    return Episode(rows=rows, reward=reward, messages=list(messages), calls=2, seconds=0.3125, turns=[(0.1, 0.25, 3)])
 
 
 def shown(episode: Episode, title: str = "") -> str:
@@ -95,6 +95,7 @@ def test_every_episode_is_one_line_of_the_log(tmp_path: Path) -> None:
         "tokens": 3,
         "calls": 2,
         "seconds": 0.3125,
+        "turns": [[0.1, 0.25, 3]],
     }
     assert second["task_id"] == 8
 

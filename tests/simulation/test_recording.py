@@ -1,0 +1,53 @@
+"""A trace from a run's own files."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal.api.errors import TraceError
+from areal.simulation.recording import record
+from areal.simulation.trace import Turn
+
+
+def write_run(place: Path, turns: list[list[Any]], generating_seconds: float) -> Path:
+    lines = [{"turns": each} for each in turns]
+    step = {"step": 1, "step_seconds": 3.0, "wait_seconds": 1.0, "tokens": 100.0}
+    summary = {
+        "calls": sum(map(len, turns)),
+        "cpu_seconds": {"driver": 9.0, "engine": 9.0, "rollout worker 0": 1.0, "rollout worker 1": 2.0},
+        "generating_seconds": generating_seconds,
+    }
+    (place / "rollouts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (place / "metrics.jsonl").write_text('{"step": 0, "eval_reward": 0.5}\n' + json.dumps(step) + "\n")
+    (place / "summary.json").write_text(json.dumps(summary))
+    return place
+
+
+def test_waits_lie_between_an_answer_and_the_next_question(tmp_path: Path) -> None:
+    trace = record(write_run(tmp_path, [[(0.5, 1.5, 10), (2.0, 3.0, 20)], [(0.0, 1.0, 10)]], 2.0))
+    assert trace.episodes == [[Turn(0.5, 10), Turn(0.5, 20)], [Turn(0.0, 10)]]
+
+
+def test_calls_at_the_same_time_wait_for_nothing_in_between(tmp_path: Path) -> None:
+    trace = record(write_run(tmp_path, [[(1.0, 3.0, 10), (1.5, 2.0, 10), (4.0, 5.0, 10)]], 2.0))
+    assert [turn.wait_seconds for turn in trace.episodes[0]] == [1.0, 0.0, 1.0]
+
+
+def test_speeds_are_those_of_the_run(tmp_path: Path) -> None:
+    # A lone call takes 0.11 s a token; half of the others have four requests at a time: 0.14 s.
+    alone = [[(0.0, 1.1, 10)] for _ in range(10)]
+    crowded = [[(0.0, 1.4, 10)] for _ in range(10)]
+    trace = record(write_run(tmp_path, [*alone, *crowded], generating_seconds=25 / 2.5))
+    assert trace.engine.alone_tokens_per_second == pytest.approx(10.0)
+    assert trace.engine.full_tokens_per_second == pytest.approx(100.0)
+    assert trace.client.call_seconds == pytest.approx(3.0 / 20)
+    assert trace.trainer.tokens_per_second == pytest.approx(50.0)
+
+
+def test_what_is_no_run_is_told_so(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="not the directory of a finished run"):
+        record(tmp_path)
+    with pytest.raises(TraceError, match="recorded no call"):
+        record(write_run(tmp_path, [], 1.0))
