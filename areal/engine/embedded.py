@@ -4,13 +4,13 @@ Invariants:
 - One step at a time, and only steps touch the runner; between two steps the event loop serves callers, so requests join
   and leave, weights are swapped and pauses begin there, without locks.
 - The i-th running sequence owns cache row i. Every token but a sequence's last is in the cache.
-- After a weight swap the cache is recomputed under the new weights before the next token, so a token's log-prob is
-  exactly that of the version recorded beside it.
+- A step computes a token for every running sequence and a bounded number of prompt tokens, so a long prompt stalls nobody.
+- After a weight swap running sequences join again: their tokens are recomputed under the new weights before the next
+  one is drawn, so a token's log-prob is exactly that of the version recorded beside it.
 """
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -18,14 +18,17 @@ import torch
 
 from areal.api.engine_api import EngineHealth, WeightUpdate
 from areal.api.errors import EngineError, RequestError
-from areal.api.io_struct import ModelRequest, ModelResponse, TokenChunk
+from areal.api.io_struct import ModelRequest, ModelResponse, StopReason, TokenChunk
 from areal.engine.activity import Activity
+from areal.engine.admission import Admission
 from areal.engine.grammar import GrammarCompiler
 from areal.engine.masks import banned_tokens
-from areal.engine.model_runner import ModelRunner
-from areal.engine.sampler import Choices, sample
+from areal.engine.model_runner import MixedRunner, ModelRunner
+from areal.engine.rows import Rows
+from areal.engine.sampler import sample
 from areal.engine.sequence import Sequence
 from areal.engine.weights import PublishedWeights, digest
+from areal.engine.whole_prompts import WholePrompts
 from areal.utils.logging import getLogger
 
 logger = getLogger("engine")
@@ -37,14 +40,15 @@ class EmbeddedEngine:
     def __init__(self, runner: ModelRunner, tokenizer: Any = None, *, version: int = 0, max_running: int = 256) -> None:
         """`tokenizer` is needed for stop texts and grammars only."""
         self._runner = runner
+        self._mixed = runner if isinstance(runner, MixedRunner) else WholePrompts(runner)
         self._tokenizer = tokenizer
         self._max_running = max_running
         self._version = version
         self._digests = {version: digest(runner.flat)}
-        self._waiting: deque[Sequence] = deque()
-        self._running: list[Sequence] = []
-        self._choices: Choices | None = None
+        self._admission = Admission(self._mixed)
+        self._rows = Rows(max_running)
         self._cache_is_stale = False
+        self._someone_ended = False
         self._paused = False
         self._work = asyncio.Event()
         self._loop: asyncio.Task[None] | None = None
@@ -53,6 +57,8 @@ class EmbeddedEngine:
         self._activity = Activity()
         self._grammars = GrammarCompiler(tokenizer, runner.vocab_size)
         self.tokens_generated = 0
+        self.swap_seconds = 0.0
+        """How long the last change of weights stopped generation, apart from what is then computed again."""
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
         sequence = await self._admit(req)
@@ -71,11 +77,19 @@ class EmbeddedEngine:
             self._abort(sequence)
 
     async def update_weights(self, update: WeightUpdate) -> None:
+        """Check the new weights while generation goes on, then copy them between two steps and log how long that was."""
         self._check_alive()
-        self._published.copy(update, self._runner.flat)
+        published = await asyncio.to_thread(self._published.read, update, self._runner.flat.numel())
+        self._check_alive()
+        started = time.monotonic()
+        for sequence in self._rows.sequences:
+            sequence.settle(self._version)
+        self._runner.flat.copy_(published)
         self._version = update.version
         self._digests[update.version] = update.digest
         self._cache_is_stale = True
+        self.swap_seconds = time.monotonic() - started
+        logger.debug(f"weights of version {update.version} swapped in {self.swap_seconds:.3f} s")
 
     async def pause(self) -> None:
         self._check_alive()
@@ -92,8 +106,8 @@ class EmbeddedEngine:
         return EngineHealth(
             version=self._version,
             digest=self._digests[self._version],
-            running=sum(not sequence.done.done() for sequence in self._running),
-            waiting=len(self._waiting),
+            running=sum(not sequence.done.done() for sequence in (*self._rows.sequences, *self._admission.begun)),
+            waiting=len(self._admission) - len(self._admission.begun),
             paused=self._paused,
         )
 
@@ -117,14 +131,14 @@ class EmbeddedEngine:
         if req.grammar is not None:
             sequence.grammar = await self._grammars.begin(req.grammar)
             self._check_alive()
-        self._waiting.append(sequence)
+        self._admission.add(sequence)
         self._wake()
         return sequence
 
     def _wake(self) -> None:
         if self._loop is None:
             self._loop = asyncio.get_running_loop().create_task(self._drive())
-        if not self._paused and (self._waiting or self._running):
+        if not self._paused and (self._admission or self._rows):
             self._work.set()
 
     async def _drive(self) -> None:
@@ -141,84 +155,91 @@ class EmbeddedEngine:
             await asyncio.sleep(0)
 
     def _step(self) -> None:
-        """Admit what waits, then one token for every running sequence."""
+        """One token for every running sequence and for those whose prompts are complete now."""
         started, before = time.monotonic(), self.tokens_generated
-        self._drop_finished()
-        if self._cache_is_stale and self._running:
-            self._prefill(0, self._running, [sequence.ids[:-1] for sequence in self._running])
-        self._cache_is_stale = False
-        self._prefill_waiting()
-        if self._running:
-            self._decode_running()
-        if not self._running and not self._waiting:
+        self._remove_ended()
+        if self._cache_is_stale:
+            self._admission.begin_again(self._rows.clear())
+            self._cache_is_stale = False
+        first = len(self._rows)
+        pieces, joining = self._admission.pieces(first, self._max_running - first)
+        if first or pieces:
+            ids, positions = self._rows.ids, self._rows.positions
+            for sequence in joining:
+                self._rows.join(sequence)
+            logits = self._mixed.forward(ids, positions, pieces)
+            if any(len(piece.rows) > 1 for piece in pieces):  # equal prompts were computed once
+                logits = logits[[*range(first), *(first + i for i in self._admission.sources)]]
+            self._draw(logits)
+        if not self._rows and not self._admission:
             self._work.clear()
         if self.tokens_generated > before:
             self._activity.note(started, time.monotonic())
 
-    def _prefill_waiting(self) -> None:
-        first = len(self._running)
-        joining: list[Sequence] = []
-        while self._waiting and first + len(joining) < self._max_running:
-            sequence = self._waiting.popleft()
-            if not sequence.done.done():
-                joining.append(sequence)
-        if not joining:
+    def _draw(self, logits: torch.Tensor) -> None:
+        """One token for each running sequence; those that end get their answer."""
+        rows = self._rows
+        if not rows:
             return
-        logits = self._prefill(first, joining, [sequence.ids for sequence in joining])
-        self._draw(joining, logits, _choices(joining))
-        self._running += joining
-        self._choices = None
-        self._drop_finished()
-
-    def _prefill(self, first: int, sequences: list[Sequence], ids: list[list[int]]) -> torch.Tensor:
-        """Fill the cache rows from `first` on."""
-        rows = range(first, first + len(sequences))
-        return self._runner.prefill(rows, ids, [sequence.images for sequence in sequences])
-
-    def _decode_running(self) -> None:
-        last, places = zip(*((sequence.ids[-1], len(sequence.ids) - 1) for sequence in self._running), strict=True)
-        logits = self._runner.decode(last, places)
-        if self._choices is None:
-            self._choices = _choices(self._running)
-        self._draw(self._running, logits, self._choices)
-        self._drop_finished()
-
-    def _draw(self, sequences: list[Sequence], logits: torch.Tensor, choices: Choices) -> None:
-        """One token for each of `sequences`; those that end get their answer."""
-        counts = [sequence.drawn for sequence in sequences]
-        tokens, logprobs = sample(logits, choices, counts, banned_tokens(sequences, logits))
+        sequences, choices = rows.sequences, rows.choices
+        simple = rows.simple
+        banned = None if simple else banned_tokens(sequences, logits)
+        tokens, logprobs = sample(logits, choices, rows.counts, banned)
         for sequence, token, logprob in zip(sequences, tokens, logprobs, strict=True):
-            if not sequence.done.done():
+            if not (simple or sequence.simple):
                 self._append(sequence, token, logprob)
-        self.tokens_generated += len(sequences)
+                continue
+            sequence.ids.append(token)
+            sequence.logprobs.append(logprob)
+            if token in sequence.stops:
+                self._finish(sequence, "stop")
+            elif len(sequence.logprobs) >= sequence.gconfig.max_new_tokens:
+                self._finish(sequence, "length")
+        rows.grow(tokens)
+        self.tokens_generated += len(tokens)
+        self._remove_ended()
 
     def _append(self, sequence: Sequence, token: int, logprob: float) -> None:
+        """The same for one that asks for more than a length and stop tokens."""
+        if sequence.done.done():
+            self._someone_ended = True
+            return
         try:
             reason = sequence.append(token, logprob, self._version)
         except RequestError as error:
             sequence.done.set_exception(error)
+            self._someone_ended = True
             return
         if reason is not None:
-            sequence.done.set_result(sequence.response(reason, self._digests))
+            self._finish(sequence, reason)
 
-    def _drop_finished(self) -> None:
-        """Remove ended sequences; the last row moves into each freed one."""
-        row = 0
-        while row < len(self._running):
-            if not self._running[row].done.done():
+    def _finish(self, sequence: Sequence, reason: StopReason) -> None:
+        sequence.settle(self._version)
+        sequence.done.set_result(sequence.response(reason, self._digests))
+        self._someone_ended = True
+
+    def _remove_ended(self) -> None:
+        """The last row moves into each that was freed; a later prompt may begin with what an answer ended with."""
+        if not self._someone_ended:
+            return
+        self._someone_ended = False
+        row, rows = 0, self._rows
+        while row < len(rows):
+            sequence = rows.sequences[row]
+            if not sequence.done.done():
                 row += 1
                 continue
-            last = self._running.pop()
-            self._choices = None
-            if row < len(self._running):
-                self._running[row] = last
-                self._runner.move(len(self._running), row, len(last.ids))
+            if not sequence.done.cancelled() and not self._cache_is_stale:
+                self._mixed.remember(row, sequence.ids[:-1])
+            moved = rows.leave(row)
+            if moved is not None:
+                self._mixed.move(moved, row, len(rows.sequences[row].ids))
 
     def _abort(self, sequence: Sequence) -> None:
         """The caller is gone: a waiting request leaves now, a running one before the next step, a finished one has."""
         sequence.done.cancel()
-        if sequence in self._waiting:
-            self._waiting.remove(sequence)
+        self._admission.discard(sequence)
+        self._someone_ended = True
 
     def _check_alive(self) -> None:
         if self._ended is not None:
@@ -226,12 +247,6 @@ class EmbeddedEngine:
 
     def _end(self, why: str) -> None:
         self._ended = self._ended or why
-        for sequence in (*self._waiting, *self._running):
+        for sequence in (*self._admission.clear(), *self._rows.clear()):
             if not sequence.done.done():
                 sequence.done.set_exception(EngineError(why))
-        self._waiting.clear()
-        self._running.clear()
-
-
-def _choices(sequences: list[Sequence]) -> Choices:
-    return Choices.of([(s.temperature, s.gconfig.top_p, s.gconfig.top_k, s.seed) for s in sequences])

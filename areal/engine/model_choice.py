@@ -1,4 +1,4 @@
-"""How the model in a directory is computed: by this package's decoder if it knows the architecture, else by transformers."""
+"""How the model in a directory is computed: by this package's decoder where it can, else by transformers."""
 
 from pathlib import Path
 

@@ -4,15 +4,15 @@ A tree whose nodes are runs of tokens; what two sequences have in common is stor
 leave when the budget is spent. It knows nothing of weights: who changes them calls `clear`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 
-TOKEN_DIM = 2
-"""Where the tokens are in a block of keys and values [layers, 2, tokens, heads, size]."""
+TOKEN_DIM = 3
+"""Where the tokens are in a block of keys and values [layers, 2, heads, tokens, size]."""
 
 
 @dataclass(eq=False)
@@ -44,10 +44,7 @@ class PrefixTree:
 
     def find(self, ids: list[int]) -> list[Tensor]:
         """Blocks that together hold the longest known prefix of `ids`."""
-        blocks = []
-        for node, count in self._path(ids):
-            blocks.append(node.block.narrow(TOKEN_DIM, 0, count))
-        return blocks
+        return [node.block.narrow(TOKEN_DIM, 0, count) for node, count in self._path(ids)]
 
     def add(self, ids: list[int], block: Tensor) -> None:
         """Remember `ids`; `block` has the keys and values of all of them, and the new ones are copied."""
@@ -61,17 +58,19 @@ class PrefixTree:
         if self.bytes > self.budget_bytes:
             self._evict()
 
-    def _path(self, ids: list[int]) -> Iterator[tuple[Node, int]]:
+    def _path(self, ids: list[int]) -> list[tuple[Node, int]]:
         """Nodes along `ids`, each with how many of its tokens match; only the last may match in part."""
         self._clock += 1
         node, start = self._root, 0
+        path: list[tuple[Node, int]] = []
         while start < len(ids) and (child := node.children.get(ids[start])) is not None:
             count = child.shared(ids, start)
             child.used = self._clock
-            yield child, count
+            path.append((child, count))
             if count < len(child.ids):
-                return
+                break
             node, start = child, start + count
+        return path
 
     def _attach(self, parent: Node, ids: list[int], block: Tensor) -> Node:
         node = Node(ids, block, parent, used=self._clock)

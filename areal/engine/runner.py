@@ -1,34 +1,73 @@
-"""The decoder with a key-value cache: prompts in, next-token logits out.
+"""The decoder with a key-value cache: prompts, whole or in pieces, and running sequences in; next-token logits out.
 
-Row i of the cache belongs to the i-th running sequence, so a decode step reads one contiguous block. The cache grows by
-doubling and never shrinks. Shapes: B sequences, L cached positions; the rest as in decoder.py.
+The i-th running sequence owns cache row i, so a decode step reads contiguous blocks. What depends on the weights (their
+faster layouts, remembered prefixes) is made again when the buffer of the weights has been written to.
+Shapes: B running sequences, T tokens of a step; the rest as in decoder.py.
 """
 
+import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from areal.api.errors import RequestError
+from areal.engine.cached_attention import CachedAttention, Chunk, decode_runs
 from areal.engine.decoder import Decoder
+from areal.engine.kv_cache import STAGE, KeyValueCache
+from areal.engine.matrices import Matrices
+from areal.engine.model_runner import Piece
+from areal.engine.prefix_tree import TOKEN_DIM, PrefixTree
 
 PASS_TOKENS = 16384
 """Prompt tokens computed at once: bounds memory when many requests join together."""
+CHUNK_FLOPS = 8e10
+"""About half a second on two slow cores: what a prompt may add to a step that others wait for."""
+SMALLEST_CHUNK = 256
+"""Tokens from which matrix products are efficient."""
+SHORTEST_PREFIX = 64
+"""Tokens: to look for less costs more than to compute it again."""
+PREFIX_MEMORY_SHARE = 0.1
+"""Of the machine's memory, for prefixes that are remembered."""
 
 Prompt = tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class _Order:
+    """The tokens of a step in the order in which they are computed."""
+
+    ids: Tensor
+    positions: Tensor
+    places: Tensor
+    """Where each goes in the cache."""
+    chunks: list[Chunk]
+    asked: Tensor | None
+    """Tokens whose logits are wanted; None = all."""
+
+
 class Runner:
-    def __init__(self, decoder: Decoder) -> None:
+    """Implements `ModelRunner` and `MixedRunner`."""
+
+    shortest_prefix = SHORTEST_PREFIX
+
+    def __init__(
+        self, decoder: Decoder, *, dtype: torch.dtype = torch.float32, prefix_bytes: int | None = None
+    ) -> None:
+        """Compute in `dtype`; remembered prefixes take at most `prefix_bytes` (None = a tenth of the memory, 0 = none are)."""
         self.decoder = decoder
-        a = decoder.architecture
-        self._rows, self._length = 0, 0
-        self._keys = [torch.empty(0, a.num_kv_heads, 0, a.head_dim) for _ in range(a.num_layers)]
-        self._values = [torch.empty(0, a.num_kv_heads, 0, a.head_dim) for _ in range(a.num_layers)]
+        a = self._architecture = decoder.architecture
+        self._computing = decoder if dtype == decoder.flat.dtype else Decoder(a, decoder.flat.to(dtype))
+        self._cache = KeyValueCache(a.num_layers, a.num_kv_heads, a.head_dim, a.max_positions, dtype)
+        self._matrices = Matrices([p for p in self._computing.parameters.values() if p.dim() > 1])
+        if prefix_bytes is None:
+            prefix_bytes = int(PREFIX_MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+        self._prefixes = PrefixTree(prefix_bytes)
+        self._seen_version = -1
+        size = decoder.flat.numel()
+        self.chunk_tokens = int(min(max(CHUNK_FLOPS / (2 * size), SMALLEST_CHUNK), PASS_TOKENS))
 
     @property
     def flat(self) -> Tensor:
@@ -36,11 +75,11 @@ class Runner:
 
     @property
     def max_positions(self) -> int:
-        return self.decoder.architecture.max_positions
+        return self._architecture.max_positions
 
     @property
     def vocab_size(self) -> int:
-        return self.decoder.architecture.vocab_size
+        return self._architecture.vocab_size
 
     def check(self, ids: Sequence[int], images: Sequence[bytes]) -> None:
         if images:
@@ -51,93 +90,112 @@ class Runner:
         self, rows: Sequence[int], prompts: Sequence[Sequence[int]], images: Sequence[tuple[bytes, ...]] = ()
     ) -> Tensor:
         """Fill cache rows with prompts, equal ones computed once; return the logits [B,V] after each."""
-        self._reserve(max(rows) + 1, max(map(len, prompts)))
         homes: dict[Prompt, list[int]] = defaultdict(list)
         for row, prompt in zip(rows, prompts, strict=True):
             homes[tuple(prompt)].append(row)
-        unique = sorted(homes, key=len)
-        logits = torch.cat([self._fill(part, homes) for part in _passes(unique)])
-        place = {prompt: i for i, prompt in enumerate(unique)}
+        none = torch.empty(0, dtype=torch.int64)
+        passes = [[Piece(homes[prompt], list(prompt), 0, len(prompt)) for prompt in part] for part in _passes(homes)]
+        logits = torch.cat([self.forward(none, none, pieces) for pieces in passes])
+        place = {prompt: i for i, prompt in enumerate(homes)}
         return logits[[place[tuple(prompt)] for prompt in prompts]]
 
-    @torch.inference_mode()
     def decode(self, ids: Sequence[int], positions: Sequence[int]) -> Tensor:
         """Append one token to each of the first B rows; return the logits [B,V] after it."""
-        batch, length = len(ids), max(positions) + 1
-        self._reserve(batch, length)
-        rows, places = torch.arange(batch), torch.tensor(positions)
-        mask = torch.zeros(batch, 1, 1, length).masked_fill_(
-            (torch.arange(length) > places[:, None])[:, None, None, :], -torch.inf
+        return self.forward(torch.tensor(ids), torch.tensor(positions), ())
+
+    @torch.inference_mode()
+    def forward(self, ids: Tensor, positions: Tensor, pieces: Sequence[Piece]) -> Tensor:
+        self._refresh()
+        batch, lengths = len(ids), [place + 1 for place in positions.tolist()]
+        self._cache.reserve(
+            max((batch, *(row + 1 for piece in pieces for row in piece.rows))),
+            max((*lengths, *(piece.end for piece in pieces))),
         )
-
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            keys, values = self._keys[layer], self._values[layer]
-            keys[rows, :, places] = k
-            values[rows, :, places] = v
-            mixed = F.scaled_dot_product_attention(
-                q.unsqueeze(2), keys[:batch, :, :length], values[:batch, :, :length], attn_mask=mask, enable_gqa=True
-            )
-            return mixed.squeeze(2)
-
-        return self.decoder.logits(self.decoder.hidden(torch.tensor(ids), places, attend))
+        for piece in pieces:
+            if piece.start and not piece.staged:
+                self._recall(piece)
+        order = self._order(ids, positions, pieces)
+        attention = CachedAttention(self._cache, order.places, decode_runs(positions, lengths), order.chunks)
+        linear = self._matrices.linear
+        hidden = self._computing.hidden(order.ids, order.positions, attention.attend, linear)
+        logits = self._computing.logits(hidden if order.asked is None else hidden[order.asked], linear)
+        for piece in pieces:
+            if piece.last:
+                self._settle(piece)
+        return logits.float()
 
     @torch.inference_mode()
     def move(self, source: int, target: int, length: int) -> None:
         """Let the sequence in row `source` live in row `target`."""
-        for cache in (*self._keys, *self._values):
-            cache[target, :, :length] = cache[source, :, :length]
+        self._cache.copy(source, [target], length)
 
-    def _fill(self, prompts: Sequence[Prompt], homes: dict[Prompt, list[int]]) -> Tensor:
-        """One pass over prompts in order of length: each into its cache rows; the logits after each."""
-        runs = [_Run.of(length, list(members), homes) for length, members in groupby(prompts, key=len)]
-        sizes = [run.length * run.count for run in runs]
+    def known(self, ids: list[int]) -> int:
+        if len(ids) <= SHORTEST_PREFIX or not self._prefixes.budget_bytes:
+            return 0
+        self._refresh()
+        count = sum(block.shape[TOKEN_DIM] for block in self._prefixes.find(ids[:-1]))
+        return count if count >= SHORTEST_PREFIX else 0
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            outputs = []
-            for run, *parts in zip(runs, q.split(sizes), k.split(sizes), v.split(sizes), strict=True):
-                q_b, k_b, v_b = (x.view(run.count, run.length, *x.shape[1:]).transpose(1, 2) for x in parts)
-                self._keys[layer][run.rows, :, : run.length] = k_b[run.sources]
-                self._values[layer][run.rows, :, : run.length] = v_b[run.sources]
-                mixed = F.scaled_dot_product_attention(q_b, k_b, v_b, is_causal=True, enable_gqa=True)
-                outputs.append(mixed.transpose(1, 2).flatten(0, 1))
-            return torch.cat(outputs)
+    @torch.inference_mode()
+    def remember(self, row: int, ids: list[int]) -> None:
+        if len(ids) >= SHORTEST_PREFIX and self._prefixes.budget_bytes:
+            self._prefixes.add(ids, self._cache.block(row, len(ids)))
 
-        ids = torch.tensor([token for prompt in prompts for token in prompt])
-        positions = torch.cat([torch.arange(run.length).repeat(run.count) for run in runs])
-        ends = torch.tensor([len(prompt) for prompt in prompts]).cumsum(0) - 1
-        return self.decoder.logits(self.decoder.hidden(ids, positions, attend)[ends])
-
-    def _reserve(self, rows: int, length: int) -> None:
-        if rows <= self._rows and length <= self._length:
+    def _refresh(self) -> None:
+        version = self.decoder.flat._version
+        if version == self._seen_version:
             return
-        rows = self._rows if rows <= self._rows else max(rows, 2 * self._rows, 8)
-        length = self._length if length <= self._length else min(max(length, 2 * self._length, 64), self.max_positions)
-        for caches in (self._keys, self._values):
-            for layer, old in enumerate(caches):
-                new = torch.zeros(rows, old.shape[1], length, old.shape[3])
-                new[: self._rows, :, : self._length] = old
-                caches[layer] = new
-        self._rows, self._length = rows, length
+        if self._computing is not self.decoder:
+            self._computing.flat.copy_(self.decoder.flat)
+        self._matrices.refresh()
+        self._prefixes.clear()
+        self._seen_version = version
+
+    def _recall(self, piece: Piece) -> None:
+        row = piece.rows[0] if piece.last else STAGE
+        blocks = self._prefixes.find(piece.ids[: piece.start])
+        self._cache.block(row, piece.start)[:] = torch.cat(blocks, dim=TOKEN_DIM)
+
+    def _settle(self, piece: Piece) -> None:
+        """A complete prompt goes to all of its rows, and may begin a later one."""
+        first, length = piece.rows[0], len(piece.ids)
+        if piece.staged:
+            self._cache.copy(STAGE, [first], length)
+        self._cache.copy(first, piece.rows[1:], length)
+        self.remember(first, piece.ids)
+
+    def _order(self, ids: Tensor, positions: Tensor, pieces: Sequence[Piece]) -> _Order:
+        """Running sequences first, then pieces; those from a prompt's beginning stand by length, to be computed together."""
+        batch = len(ids)
+        rows = torch.arange(batch)
+        if not pieces:
+            return _Order(ids, positions, self._cache.places(rows, positions), [], None)
+        ranked = sorted(range(len(pieces)), key=lambda i: (pieces[i].start, pieces[i].end))
+        all_ids, all_positions, all_rows = [ids], [positions], [rows]
+        chunks: list[Chunk] = []
+        ends = [0] * len(pieces)
+        at = batch
+        for i in ranked:
+            piece = pieces[i]
+            row = STAGE if piece.staged or not piece.last else piece.rows[0]
+            span = torch.arange(piece.start, piece.end)
+            all_ids.append(torch.tensor(piece.ids[piece.start : piece.end]))
+            all_positions.append(span)
+            all_rows.append(torch.full_like(span, row))
+            chunk = Chunk(row, piece.start, piece.end)
+            if chunks and chunks[-1].joins(chunk):
+                chunks[-1].count += 1
+            else:
+                chunks.append(chunk)
+            at += len(span)
+            ends[i] = at - 1
+        asked = [*range(batch), *(end for end, piece in zip(ends, pieces, strict=True) if piece.last)]
+        places = torch.cat(all_positions)
+        homes = self._cache.places(torch.cat(all_rows), places)
+        return _Order(torch.cat(all_ids), places, homes, chunks, torch.tensor(asked))
 
 
-@dataclass
-class _Run:
-    """Neighbouring prompts of one length, and the cache rows that take each."""
-
-    length: int
-    count: int
-    rows: Tensor
-    sources: Tensor
-    """The prompt of each row, counted within the run."""
-
-    @classmethod
-    def of(cls, length: int, prompts: Sequence[Prompt], homes: dict[Prompt, list[int]]) -> "_Run":
-        pairs = [(row, source) for source, prompt in enumerate(prompts) for row in homes[prompt]]
-        rows, sources = torch.tensor(pairs).unbind(1)
-        return cls(length, len(prompts), rows, sources)
-
-
-def _passes(prompts: Sequence[Prompt]) -> Iterator[list[Prompt]]:
+def _passes(prompts: "dict[Prompt, list[int]]") -> Iterator[list[Prompt]]:
     """Neighbours, of at most PASS_TOKENS tokens together."""
     part: list[Prompt] = []
     tokens = 0

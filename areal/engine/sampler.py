@@ -5,13 +5,19 @@ not depend on who shares its batch.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from areal.api.messages import Array
+
+
+CANDIDATES = 512
+"""top_p and top_k look at this many of the likeliest before they sort the whole vocabulary."""
+BLOCK = 256
+"""Tokens whose probabilities are summed before the search for the drawn one goes into detail."""
 
 
 @dataclass
@@ -25,6 +31,9 @@ class Choices:
     seeds: Array
     limited: bool
     """Some row has top_p or top_k."""
+    tempered: bool
+    """Some row has a temperature other than 1."""
+    some_greedy: bool
 
     @classmethod
     def of(cls, rows: Sequence[tuple[float, float, int, int]]) -> "Choices":
@@ -37,33 +46,38 @@ class Choices:
             top_k=torch.tensor(top_k),
             seeds=np.array(seeds, dtype=np.uint64),
             limited=any(p < 1 or k > 0 for _, p, k, _ in rows),
+            tempered=any(t not in (0, 1) for t in temperatures),
+            some_greedy=any(t == 0 for t in temperatures),
         )
 
 
 @torch.inference_mode()
 def sample(
-    logits: Tensor, choices: Choices, counts: Sequence[int], banned: Tensor | None = None
+    logits: Tensor, choices: Choices, counts: Sequence[int] | Array, banned: Tensor | None = None
 ) -> tuple[list[int], list[float]]:
     """Tokens and their log-probs; `counts[b]` is how many row b has already drawn, `banned[B,V]` what it may not draw.
 
     Log-probs are those of the temperature-scaled distribution over the whole vocabulary (temperature 1 for greedy),
     which is what the trainer recomputes; top_p, top_k and `banned` limit the choice without changing them.
     """
-    scaled = logits / choices.temperatures[:, None]
-    logprobs = scaled.log_softmax(dim=-1)
-    probs = logprobs.exp()
-    if banned is not None:
-        scaled = scaled.masked_fill(banned, -torch.inf)
-        probs = scaled.softmax(dim=-1)
-    drawn = _invert(_limit(probs, choices) if choices.limited else probs, uniforms(choices.seeds, counts))
-    tokens = torch.where(choices.greedy, scaled.argmax(dim=-1), drawn)
-    return tokens.tolist(), logprobs.gather(1, tokens[:, None]).squeeze(1).tolist()
+    scaled = logits / choices.temperatures[:, None] if choices.tempered else logits
+    allowed = scaled if banned is None else scaled.masked_fill(banned, -torch.inf)
+    probs = allowed.softmax(dim=-1)
+    likely = _limit(probs, choices) if choices.limited else probs
+    tokens = _invert(likely, uniforms(choices.seeds, counts))
+    if choices.some_greedy:
+        tokens = torch.where(choices.greedy, allowed.argmax(dim=-1), tokens)
+    if banned is None:  # a token that was drawn is likely enough for its logarithm to be exact
+        logprobs = probs.gather(1, tokens[:, None]).log_()
+    else:
+        logprobs = scaled.log_softmax(dim=-1).gather(1, tokens[:, None])
+    return tokens.tolist(), logprobs.squeeze(1).tolist()
 
 
-def uniforms(seeds: Array, counts: Sequence[int]) -> Tensor:
+def uniforms(seeds: Array, counts: Sequence[int] | Array) -> Tensor:
     """The counts[b]-th number in [0, 1) of each seed's stream (splitmix64)."""
     with np.errstate(over="ignore"):
-        x = seeds + (np.array(counts, dtype=np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+        x = seeds + (np.asarray(counts, dtype=np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         x = x ^ (x >> np.uint64(31))
@@ -75,16 +89,45 @@ def _invert(probs: Tensor, u: Tensor) -> Tensor:
 
     There is one in every row, since u has 24 bits and u * total therefore never rounds up to total.
     """
-    cumulative = probs.cumsum(dim=-1)
+    if probs.shape[1] % BLOCK or probs.shape[1] < 16 * BLOCK:
+        cumulative = probs.cumsum(dim=-1)
+        return torch.searchsorted(cumulative, u[:, None] * cumulative[:, -1:], right=True).squeeze(1)
+    blocks = probs.view(len(probs), -1, BLOCK)
+    cumulative = blocks.sum(dim=-1).cumsum(dim=-1)
     point = u[:, None] * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, point, right=True).squeeze(1)
+    block = torch.searchsorted(cumulative, point, right=True)
+    inside = blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK)).squeeze(1).cumsum(dim=-1)
+    before = cumulative.gather(1, (block - 1).clamp_(min=0)).masked_fill_(block == 0, 0.0)
+    # Sums of a block that were rounded differently must not lead out of it.
+    within = torch.minimum((point - before).clamp_(min=0.0), torch.nextafter(inside[:, -1:], inside.new_zeros(())))
+    return (block * BLOCK + torch.searchsorted(inside, within, right=True)).squeeze(1)
 
 
 def _limit(probs: Tensor, choices: Choices) -> Tensor:
     """Zero what lies outside the likeliest top_k, and outside the smallest set that holds top_p."""
-    ranked, order = probs.sort(dim=-1, descending=True, stable=True)
+    size = probs.shape[-1]
+    if size <= 2 * CANDIDATES:
+        return _limit_ranked(probs, choices, *probs.sort(dim=-1, descending=True, stable=True))
+    ranked, order = probs.topk(CANDIDATES, dim=-1)
+    # Equal ones stand by index, as in a stable sort of all.
+    order, by_index = order.sort(dim=-1)
+    ranked, by_rank = ranked.gather(1, by_index).sort(dim=-1, descending=True, stable=True)
+    limited = _limit_ranked(probs, choices, ranked, order.gather(1, by_rank))
+    # Right if the set ends before the candidates do, and not among equals that were left out.
+    ended = (limited > 0).sum(dim=-1) < (ranked > ranked[:, -1:]).sum(dim=-1)
+    free = (choices.top_k <= 0) & (choices.top_p >= 1)
+    limited = torch.where(free[:, None], probs, limited)
+    rows = (~(ended | free)).nonzero().squeeze(1)
+    if len(rows):
+        some = replace(choices, top_p=choices.top_p[rows], top_k=choices.top_k[rows])
+        limited[rows] = _limit_ranked(probs[rows], some, *probs[rows].sort(dim=-1, descending=True, stable=True))
+    return limited
+
+
+def _limit_ranked(probs: Tensor, choices: Choices, ranked: Tensor, order: Tensor) -> Tensor:
+    """The same, given the likeliest in order of rank."""
     before = ranked.cumsum(dim=-1) - ranked
-    rank = torch.arange(probs.shape[-1])
+    rank = torch.arange(ranked.shape[-1])
     top_k = torch.where(choices.top_k > 0, choices.top_k, probs.shape[-1])
     # A row without top_p keeps its whole tail: rounding must not make it depend on who shares its batch.
     top_p = torch.where(choices.top_p < 1, choices.top_p, torch.inf)

@@ -39,6 +39,12 @@ class Sequence:
     grammar: GrammarState | None = None
     """Where the answer stands in the grammar it must follow; None = it may be anything."""
 
+    @property
+    def simple(self) -> bool:
+        """Nothing is asked of it but to end at a stop token or at its length, and nobody watches it grow."""
+        early = self.stops and self.gconfig.min_new_tokens > 0
+        return self.grammar is None and self.grown is None and not self.gconfig.stop and not early
+
     @classmethod
     def of(cls, req: ModelRequest, *, vocab_size: int, max_positions: int, tokenizer: Any) -> "Sequence":
         """A request that the model can serve; an impossible one is refused here, before it can hurt others."""
@@ -91,7 +97,7 @@ class Sequence:
         may_end = not self.must_go_on
         self.ids.append(token)
         self.logprobs.append(logprob)
-        self.versions.append(version)
+        self.settle(version)
         if self.grown is not None:
             self.grown.set()
         if may_end and (token in self.stops or self._completes_stop_text()):
@@ -101,6 +107,10 @@ class Sequence:
             if self.grammar.complete and (not self.stops or self.drawn >= self.gconfig.max_new_tokens):
                 return "stop"  # nothing was cut off
         return "length" if self.drawn >= self.gconfig.max_new_tokens else None
+
+    def settle(self, version: int) -> None:
+        """What was drawn since the last call is of this version."""
+        self.versions += [version] * (len(self.logprobs) - len(self.versions))
 
     def response(self, reason: StopReason, digests: dict[int, str]) -> ModelResponse:
         """The answer; `digests` knows the weights of every version."""

@@ -53,7 +53,7 @@ class TrainingEngine:
         directory: Path | None = None,
     ) -> None:
         """An architecture is computed by the package's decoder, its weights zeros unless they come from `directory`."""
-        self.model = PackedDecoder(model) if isinstance(model, Architecture) else model
+        self.model: TrainableModel = PackedDecoder(model) if isinstance(model, Architecture) else model
         self.version = 0
         self.total_steps = total_steps
         self.max_tokens_per_mb = max_tokens_per_mb

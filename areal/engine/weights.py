@@ -76,12 +76,12 @@ class PublishedWeights:
     def __init__(self) -> None:
         self._maps: dict[str, SharedWeights] = {}
 
-    def copy(self, update: WeightUpdate, flat: Tensor) -> None:
-        """Put the weights of `update` into `flat`; on a mismatch `flat` is left as it was."""
-        published = self._map(update, flat.numel())
+    def read(self, update: WeightUpdate, size: int) -> Tensor:
+        """The `size` weights of `update`, where they were published."""
+        published = self._map(update, size)
         if digest(published) != update.digest:
             raise WeightMismatch(f"the weights of version {update.version} in {update.path} do not have their digest")
-        flat.copy_(published)
+        return published
 
     def _map(self, update: WeightUpdate, size: int) -> Tensor:
         if update.path not in self._maps:

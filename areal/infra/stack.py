@@ -19,10 +19,9 @@ from areal.infra.blocking_calls import remedy_for
 PACKAGE = Path(__file__).parents[1]
 WORKFLOWS = f"{PACKAGE / 'workflow'}{os.sep}"
 """The one room of this package whose code is a user's: episodes are written there."""
-LIBRARIES = tuple(
-    f"{path}{os.sep}"
-    for path in {PACKAGE, *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))}
-)
+LIBRARIES = tuple(f"{path}{os.sep}" for path in (PACKAGE, *map(sysconfig.get_path, ("stdlib", "platstdlib"))))
+INSTALLED = ("site-packages", "dist-packages")
+"""Directories that hold installed packages, whatever environment they belong to."""
 CALLBACK = asyncio.Handle._run.__code__
 """Every callback of an event loop runs below this function."""
 IMPORTING = "<frozen importlib._bootstrap>"
@@ -91,7 +90,9 @@ def callback_of(frame: FrameType | None) -> Callback | None:
 def is_user_code(file: str) -> bool:
     if file.startswith(WORKFLOWS):
         return True
-    return not file.startswith(LIBRARIES) and not file.startswith("<frozen ")
+    return not file.startswith((*LIBRARIES, "<frozen ")) and not any(
+        f"{os.sep}{name}{os.sep}" in file for name in INSTALLED
+    )
 
 
 def _place(frame: FrameType, below: list[FrameType]) -> Place:

@@ -10,7 +10,6 @@ for ever: on the main thread, at a limit, `LoopBlocked` is raised inside of it.
 
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -74,10 +73,10 @@ class StallWatch:
 
     def close(self) -> None:
         self._stop.set()
-        if self._handler_before is not None:
-            signal.signal(INTERRUPT, self._handler_before)
         if self._thread.is_alive():
             self._thread.join(CLOSE_SECONDS)
+        if self._handler_before is not None and not self._thread.is_alive():  # a late signal must find our handler
+            signal.signal(INTERRUPT, self._handler_before)
 
     def _watch(self) -> None:
         looked, used = time.monotonic(), self._processor()
@@ -93,7 +92,7 @@ class StallWatch:
         """`began` is when something that was not there at the last look is thought to have begun."""
         frame = callback.frame if callback else None
         if frame is not self._run:
-            self._end(began if self._run else now)
+            self._end(began)
             self._run, self._since = frame, began
         if callback is None or self._stall is not None:
             self._limit(now)
@@ -121,8 +120,9 @@ class StallWatch:
         self._began(self._stall)
 
     def _limit(self, now: float) -> None:
-        armed = self._stall is not None and self._handler_before is not None and self._limit_seconds is not None
-        if armed and self._too_long is not self._run and now - self._since >= (self._limit_seconds or 0):
+        if self._stall is None or self._handler_before is None or self._limit_seconds is None:
+            return
+        if self._too_long is None and now - self._since >= self._limit_seconds:
             self._too_long = self._run
             signal.pthread_kill(self._watched, INTERRUPT)
 
@@ -133,14 +133,14 @@ class StallWatch:
             raise LoopBlocked(f"blocked the event loop for longer than {self._limit_seconds:g} s")
 
     def _end(self, when: float) -> None:
-        stall, self._stall = self._stall, None
+        stall, self._stall, self._too_long = self._stall, None, None
         if stall is not None:
             self._ended(replace(stall, seconds=max(stall.seconds, when - self._since)))
 
 
 def _processor_clock(thread_id: int) -> Callable[[], float]:
     """Processor time of another thread of this process, where the system tells it; else always 0."""
-    if sys.platform == "win32" or not hasattr(time, "pthread_getcpuclockid"):
+    if not hasattr(time, "pthread_getcpuclockid"):
         return lambda: 0.0
     clock = time.pthread_getcpuclockid(thread_id)
     return lambda: time.clock_gettime(clock)

@@ -3,6 +3,7 @@
 Owns the format only: what a line says is its writer's business.
 """
 
+import json
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -22,7 +23,7 @@ class StepLines:
         self._file = path.open("ab", buffering=0)
 
     def append(self, row: dict[str, Any]) -> None:
-        self._file.write(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY))
+        self._file.write(_line(row))
 
     def close(self) -> None:
         self._file.close()
@@ -36,12 +37,19 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
                 yield orjson.loads(line)
 
 
+def _line(row: dict[str, Any]) -> bytes:
+    try:
+        return orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY)
+    except TypeError:  # a model may call a tool with a number beyond 64 bits, which orjson refuses
+        return json.dumps(row, default=lambda value: value.tolist()).encode() + b"\n"
+
+
 def _keep(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     """Rewrite in full beside the file, then swap: a crash leaves the old file or the new one, never less."""
     fresh = path.with_suffix(".tmp")
     with fresh.open("wb") as file:
         for row in rows:
-            file.write(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE))
+            file.write(_line(row))
         file.flush()
         os.fsync(file.fileno())
     fresh.replace(path)

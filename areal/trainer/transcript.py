@@ -3,12 +3,12 @@
 Model output is shown, never obeyed: markup and control characters in it are printed, not interpreted.
 """
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import orjson
 from rich.console import Group
 from rich.padding import Padding
 from rich.panel import Panel
@@ -117,7 +117,7 @@ def _call_text(call: Mapping[str, Any]) -> str:
     function = call.get("function", call)
     arguments = function.get("arguments", "")
     if not isinstance(arguments, str):
-        arguments = orjson.dumps(arguments).decode()
+        arguments = json.dumps(arguments, ensure_ascii=False, separators=(",", ":"))
     return f"→ {function.get('name', '?')}({arguments})"
 
 

@@ -4,10 +4,9 @@ A client sends its whole conversation with every call. A line remembers the mess
 of each prefix, so that only what is new must be read.
 """
 
+import json
 from collections.abc import Callable
 from typing import Any
-
-import orjson
 
 from areal.trajectory.meaning import START, Digest, Message, call_ids, extend
 
@@ -67,8 +66,8 @@ class Line:
         self.digests.append(digest)
 
 
-def _exactly(message: Message) -> bytes:
-    return orjson.dumps(message["tool_calls"], option=orjson.OPT_SORT_KEYS)
+def _exactly(message: Message) -> str:
+    return json.dumps(message["tool_calls"], sort_keys=True)  # a number beyond 64 bits may be among the arguments
 
 
 def _holds_truth(value: Any) -> bool:

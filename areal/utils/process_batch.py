@@ -56,6 +56,13 @@ class Batch:
             return self._finish()
         except LoadFailed as error:
             return [(call, error) for call in self._calls]
+        except NotStarted:
+            raise
+        except Exception as error:  # whatever a process that lost its mind can answer: nobody may wait for ever
+            self._child.usable = False
+            self._take_back()
+            failure = CallCrashed(f"{self._calls[0].function.name} left its process without sense: {error!r}")
+            return [(call, failure) for call in self._calls[self._replies : self._end]]
         finally:
             self._calls[self._end - 1].leave()
 
@@ -122,5 +129,7 @@ def how_it_ended(child: Child, what: str) -> CallCrashed:
         return CallExhausted(f"{what} needs more memory than its process may have")
     if status is None:
         return CallCrashed(f"{what} left process {child.pid}, which does not end when killed")
-    how = f"exit status {status}" if status >= 0 else f"killed by {signal.Signals(-status).name}"
+    # Real-time signals have no names.
+    names = {known.value: known.name for known in signal.Signals}
+    how = f"exit status {status}" if status >= 0 else f"killed by {names.get(-status, f'signal {-status}')}"
     return CallCrashed(f"{what} ended its process: {how}")

@@ -63,22 +63,25 @@ class Channel:
                 raise ChannelClosed(str(error)) from error
 
     def receive(self, deadline: float | None = None) -> tuple[Kind, bytes]:
-        number, length = _HEADER.unpack(self._take(_HEADER.size, deadline))
+        """The next frame. After a TimeoutError, the part that came is kept for another try."""
+        self._fill(_HEADER.size, deadline)
+        number, length = _HEADER.unpack_from(self._buffer)
         try:
             kind = Kind(number)
         except ValueError:
             raise ChannelClosed("something else was written into the channel") from None
-        return kind, self._take(length, deadline)
+        end = _HEADER.size + length
+        self._fill(end, deadline)
+        body = bytes(memoryview(self._buffer)[_HEADER.size : end])
+        del self._buffer[:end]
+        return kind, body
 
     def close(self) -> None:
         self._socket.close()
 
-    def _take(self, count: int, deadline: float | None) -> bytes:
+    def _fill(self, count: int, deadline: float | None) -> None:
         while len(self._buffer) < count:
             self._buffer += self._read(deadline)
-        taken = bytes(self._buffer[:count])
-        del self._buffer[:count]
-        return taken
 
     def _read(self, deadline: float | None) -> bytes:
         flags = self._allow(socket.SO_RCVTIMEO, deadline)

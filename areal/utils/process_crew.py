@@ -109,8 +109,8 @@ class Crew:
             # A daemon, because a thread that waits for work must not keep the interpreter alive; the pool's finalizer
             # ends it.
             thread = threading.Thread(target=Owner(self).work, name="process-pool", daemon=True)
-            self._threads.append(thread)
             thread.start()
+            self._threads.append(thread)
         self._wake.notify(len(self._queue))
 
 

@@ -28,9 +28,11 @@ class LoopInbox:
 
     def _put(self, waiter: "asyncio.Future[Any]", done: "Future[Any]") -> None:
         loop = waiter.get_loop()
+        if loop.is_closed():
+            return
         self._arrived.append((waiter, done))
         # Two threads may both find it not due: then it runs once in vain.
-        if not self._due and not loop.is_closed():
+        if not self._due:
             self._due = True
             loop.call_soon_threadsafe(self._deliver)
 

@@ -1,6 +1,6 @@
 """Calls that wait for a process, and how many of them are worth sending together.
 
-Quick calls of one function travel together, as many as take about two milliseconds; a call that takes longer, or whose
+Quick calls of one function travel together, as many as take about ten milliseconds; a call that takes longer, or whose
 pace is not known yet, travels alone. Nothing is kept back to fill a batch, and no process gets more than its share of
 what is queued. Not for several threads at once.
 """
@@ -9,7 +9,7 @@ from collections import deque
 
 from areal.utils.process_call import Call
 
-_BATCH_SECONDS = 0.002
+_BATCH_SECONDS = 0.01
 _BATCH_CALLS = 64
 _BATCH_BYTES = 1 << 18
 _MAX_PACES = 1024

@@ -1,6 +1,6 @@
 """Train a model that sees: `python3 examples/vision/train.py --config examples/vision/config.yaml`.
 
-The agent is the config's `workflow`; any key can be overridden on the command line, `workflow=` too.
+The config's `workflow` says what an episode is; any key can be overridden on the command line, `workflow=` too.
 """
 
 import sys

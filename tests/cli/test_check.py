@@ -63,9 +63,15 @@ def sentences(write: Write, text: str) -> list[str]:
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        ("open('x').read()", "open(...) blocks the event loop, and with it every other episode -> use async with aiofiles"),
+        (
+            "open('x').read()",
+            "open(...) blocks the event loop, and with it every other episode -> use async with aiofiles",
+        ),
         ("Path('x').read_text()", "read_text(...) blocks"),
-        ("time.sleep(1)", "time.sleep(...) blocks the event loop, and with it every other episode -> use await asyncio.sl"),
+        (
+            "time.sleep(1)",
+            "time.sleep(...) blocks the event loop, and with it every other episode -> use await asyncio.sl",
+        ),
         ("doze(1)", "doze(...) blocks"),
         ("client = OpenAI()", "OpenAI(...) blocks"),
         ("client = openai.OpenAI()", "openai.OpenAI(...) blocks"),
@@ -77,7 +83,10 @@ def sentences(write: Write, text: str) -> list[str]:
         ("answer = ask(data, keys)\nreturn answer.id", "ask(...) is never awaited"),
         ("return float(ask(data, keys))", "ask(...) is never awaited"),
         ("client = AsyncOpenAI()\nx = client.chat.completions.create(model='m')\nx.id", "create(...) is never awaited"),
-        ("session = workflow_context.get_aiohttp_session()\nsession.get('x')", "get_aiohttp_session(...) is never awaited"),
+        (
+            "session = workflow_context.get_aiohttp_session()\nsession.get('x')",
+            "get_aiohttp_session(...) is never awaited",
+        ),
         ("asyncio.sleep(1)", "asyncio.sleep(...) is never awaited"),
         ("with aiofiles.open('x') as file:\n    pass", "aiofiles.open(...) is asynchronous, `with` is not"),
     ],
@@ -160,7 +169,9 @@ def check(write: Write, capsys: pytest.CaptureFixture[str]) -> Check:
 
     def check(text: str, *words: str) -> tuple[int, dict[str, Any]]:
         write(text)
-        code = main(["check", "episodes.Agent", "--data", "tasks.jsonl", "--engine", "fake", "--n", "4", "--json", *words])
+        code = main(
+            ["check", "episodes.Agent", "--data", "tasks.jsonl", "--engine", "fake", "--n", "4", "--json", *words]
+        )
         return code, json.loads(capsys.readouterr().out)
 
     return check

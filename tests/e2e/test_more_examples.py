@@ -25,7 +25,13 @@ def left_by(run: Run, tmp_path: Path, experiment: str) -> tuple[dict[str, Any], 
 
 
 def test_multi_turn_example_trains_with_its_own_setting(start: Start, tmp_path: Path) -> None:
-    run = train(start, "multi_turn", "total_train_steps=2", "max_turns=3")
+    quick = (  # on the model that other tests have made already
+        "actor.path=builtin:tiny-math",
+        "reward_fn=areal.reward.exact_match_reward",
+        "train_dataset.path=builtin:sort-digits",
+        "valid_dataset.path=builtin:sort-digits",
+    )
+    run = train(start, "multi_turn", "total_train_steps=2", "max_turns=3", *quick)
     summary, steps = left_by(run, tmp_path, "multi-turn")
     assert summary["rejections"] == {}
     assert summary["max_logprob_difference"] < 1e-4

@@ -106,7 +106,7 @@ async def test_activity_is_told_once_and_only_where_tokens_were_drawn(engine: Em
 
 
 class BrokenRunner(Runner):
-    def decode(self, ids: Any, positions: Any) -> Any:
+    def forward(self, ids: Any, positions: Any, pieces: Any) -> Any:
         raise RuntimeError("out of memory")
 
 

@@ -12,7 +12,7 @@ from tiny_models import TINY, training_engine
 from torch import Tensor
 
 from areal.config.actor import OptimizerConfig
-from areal.engine import training
+from areal.engine import packed_decoder
 from areal.engine.packing import Span
 from areal.engine.training import TokenBatch, TrainingEngine, learning_rate
 from areal.engine.weights import digest
@@ -55,7 +55,7 @@ def test_the_gradient_does_not_depend_on_how_the_batch_is_cut(max_tokens_per_mb:
 
 def test_the_gradient_does_not_depend_on_how_many_logits_are_held_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, _ = gradient()
-    monkeypatch.setattr(training, "HEAD_ELEMENTS", 7 * TINY.vocab_size)
+    monkeypatch.setattr(packed_decoder, "HEAD_ELEMENTS", 7 * TINY.vocab_size)
     torch.testing.assert_close(gradient()[0], whole, atol=1e-6, rtol=0)
 
 

@@ -1,8 +1,10 @@
 """Groups of episodes on one worker, and how a worker is set up."""
 
 import asyncio
+import logging
 import os
 import pickle
+import threading
 
 import pytest
 from watched_engine import DATA, MAX_POSITIONS, chat
@@ -19,6 +21,7 @@ from areal.proxy import NO_SESSION_KEY
 from areal.rollout.agent_door import AgentDoor
 from areal.rollout.worker import RolloutWorker, WorkerSetup
 from areal.rollout.workflows import WorkflowSpec
+from areal.utils.logging import getLogger
 
 
 @pytest.fixture
@@ -152,6 +155,36 @@ class Bare:
         return 1.0
 
 
+class Held(logging.Handler):
+    """Holds the event loop until the log says so."""
+
+    def __init__(self):
+        super().__init__()
+        self.said = []
+        self.noticed = threading.Event()
+        self.over = threading.Event()
+
+    def emit(self, record):
+        self.said.append(record.getMessage())
+        (self.over if " blocked the event loop" in self.said[-1] else self.noticed).set()
+
+    async def run(self, data, **kwargs):
+        await chat(kwargs, data["messages"])
+        assert self.noticed.wait(20)
+        return 1.0
+
+
+HELD = Held()
+
+
+async def blocks_until_it_is_noticed(data, **kwargs):
+    return await HELD.run(data, **kwargs)
+
+
+async def waits_for_itself(data, **kwargs):
+    threading.Event().wait()
+
+
 @pytest.fixture
 async def make_setup(engine, tokenizer, tmp_path):
     """The setup of a worker, with the engine behind a socket as in a run."""
@@ -160,9 +193,9 @@ async def make_setup(engine, tokenizer, tmp_path):
         f"unix:{tmp_path}/engine", lambda channel: channel.handlers.update(engine_handlers(engine)), wire=api_wire()
     )
 
-    def make(workflow, eval_workflow=None):
+    def make(workflow, eval_workflow=None, **rollout):
         return WorkerSetup(
-            rollout=RolloutConfig(),
+            rollout=RolloutConfig(**rollout),
             gconfig=GenerationHyperparameters(n_samples=4, max_new_tokens=64),
             workflow=WorkflowSpec(workflow).pack(),
             eval_workflow=WorkflowSpec(eval_workflow).pack() if eval_workflow else b"",
@@ -234,3 +267,40 @@ async def test_worker_that_cannot_be_set_up_leaves_nothing_open(make_setup, monk
     assert "OPENAI_BASE_URL" not in os.environ
     async with asyncio.timeout(20):
         await asyncio.gather(*(channel.closed for channel in list(make_setup.endpoint.channels)))
+
+
+@pytest.fixture
+def rollout_log():
+    """Where the workers' log goes in a test."""
+    logger = getLogger("rollout")
+    logger.addHandler(HELD)
+    yield HELD.said
+    logger.removeHandler(HELD)
+
+
+async def test_episode_that_blocks_is_told_while_it_does_and_with_its_group(make_setup, rollout_log):
+    worker = await RolloutWorker.start(make_setup(blocks_until_it_is_noticed, stall_seconds=0.05))
+    try:
+        first = await worker.run_group(task())
+        assert await asyncio.to_thread(HELD.over.wait, 20)
+        second = await worker.run_group(task())
+    finally:
+        await worker.aclose()
+    assert "blocks_until_it_is_noticed (task 7) has been blocking the event loop for" in rollout_log[0]
+    assert "test_rollout_worker.py:" in rollout_log[0]
+    (stall,) = [*first.stalls, *second.stalls]
+    assert (stall.source, stall.task_id) == ("assert self.noticed.wait(20)", 7)
+
+
+async def test_episode_that_blocks_for_its_whole_time_is_rejected_and_others_go_on(make_setup):
+    setup = make_setup(waits_for_itself, Counting, stall_seconds=0.05, agent=AgentConfig(timeout_seconds=0.5))
+    worker = await RolloutWorker.start(setup)
+    try:
+        (rejection,) = (await worker.run_group(task())).rejections
+        after = await worker.run_group(task(is_eval=True))
+    finally:
+        await worker.aclose()
+    assert rejection.reason is RejectReason.TIMEOUT
+    assert "waits_for_itself blocked the event loop for longer than 0.5 s" in rejection.detail
+    assert "threading.Event().wait()" in rejection.trace
+    assert len(after.episodes) == 1

@@ -100,6 +100,16 @@ def test_every_episode_is_one_line_of_the_log(tmp_path: Path) -> None:
     assert second["task_id"] == 8
 
 
+def test_number_beyond_64_bits_in_a_call_is_logged_and_shown(tmp_path: Path) -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 10**30}}}
+    episode = make_episode({"role": "assistant", "content": "", "tool_calls": [call]})
+    with RolloutLog(tmp_path) as log:
+        log.append(1, 7, episode)
+    (row,) = map(json.loads, (tmp_path / "rollouts.jsonl").read_text().splitlines())
+    assert row["messages"][0]["tool_calls"] == [call]
+    assert f'→ add({{"a":{10**30}}})' in shown(episode)
+
+
 def test_resumed_run_does_not_repeat_episodes(tmp_path: Path) -> None:
     with RolloutLog(tmp_path) as log:
         for step in range(3):

@@ -179,6 +179,16 @@ def test_argument_that_only_python_takes_for_the_same_is_another(talk):
         assert chat.tree.prompt([user("q"), changed, result], TOOLS).parent == parent
 
 
+def test_call_with_a_number_beyond_64_bits_goes_on(talk):
+    chat = talk("chatml")
+    call = f'<tool_call>\n{{"name": "add", "arguments": {{"a": 1, "b": {10**30}}}}}\n</tool_call>'
+    first = chat.say([user("q")], call, tools=TOOLS)
+    result = {"role": "tool", "content": "3", "tool_call_id": first.message["tool_calls"][0]["id"]}
+    second = chat.say([user("q"), first.message, result], "done", tools=TOOLS)
+    third = chat.say([user("q"), first.message, result, second.message, user("more")], "done", tools=TOOLS)
+    assert (second.parent, third.parent) == (first.index, second.index)
+
+
 def test_other_tools_start_a_branch_of_the_same_conversation(talk):
     chat = talk("chatml")
     first = chat.say([user("hello")], "answer")

@@ -114,6 +114,8 @@ def test_pool_has_its_full_size_again_after_kills_and_crashes(pool: ProcessPool)
 def test_crash_names_the_signal(pool: ProcessPool) -> None:
     with pytest.raises(CallCrashed, match="SIGSEGV"):
         result_of(pool, lambda: os.kill(os.getpid(), signal.SIGSEGV))
+    with pytest.raises(CallCrashed, match="signal 40"):
+        result_of(pool, lambda: os.kill(os.getpid(), 40))
 
 
 def test_time_in_the_queue_does_not_count_against_the_deadline() -> None:
@@ -246,8 +248,8 @@ def test_allocating_small_pieces_until_the_limit_is_told_from_other_crashes() ->
         while True:
             kept.append(np.ones(piece, dtype=np.uint8))
 
-    with ProcessPool(1, Limits(memory_bytes=256 << 20)) as pool:
-        for piece in (1 << 10, 1 << 24):
+    with ProcessPool(1, Limits(memory_bytes=160 << 20)) as pool:
+        for piece in (1 << 14, 1 << 24):
             with pytest.raises(CallExhausted):
                 result_of(pool, hoard, piece)
         assert len(pool.pids()) == 1
@@ -273,6 +275,18 @@ def test_fork_inside_a_call_neither_answers_for_it_nor_hides_its_end(pool: Proce
         result_of(pool, fork_and_crash)
     assert result_of(pool, fork_and_return) == 1
     assert result_of(pool, math.sqrt, 4.0) == 2.0
+
+
+def test_nonsense_in_the_channel_is_a_crash() -> None:
+    def scribble() -> None:
+        for descriptor in os.listdir("/proc/self/fd"):
+            if int(descriptor) > 2 and "socket:" in os.path.realpath(f"/proc/self/fd/{descriptor}"):
+                os.write(int(descriptor), b"nonsense" * 100)
+
+    with ProcessPool(1) as pool:
+        with pytest.raises(CallCrashed):
+            result_of(pool, scribble)
+        assert result_of(pool, math.sqrt, 4.0) == 2.0
 
 
 def test_cpu_limit_ends_a_busy_call_and_is_counted_per_call() -> None:

@@ -1,6 +1,6 @@
 """What a check finds: a fault and its remedy, and the counts of episodes that were played."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from areal.api.messages import Rejection, Stall
@@ -83,9 +83,8 @@ def rejected(run: Played, hint: str = "") -> list[Finding]:
     return found
 
 
-def blocked(stalls: Iterable[Stall], known: Iterable[str]) -> list[Finding]:
+def blocked(stalls: Sequence[Stall], known: Sequence[str]) -> list[Finding]:
     """A finding for each line that blocked the event loop, but for those that are `known` as `file:line`."""
-    known = set(known)
     found = []
     for where in dict.fromkeys(stall.where for stall in stalls):
         same = [stall for stall in stalls if stall.where == where]

@@ -95,8 +95,9 @@ def _builtin() -> tuple[InferenceEngine, Any, str, int]:
 def _fake(tasks: Sequence[dict[str, Any]], place: Path) -> tuple[InferenceEngine, Any, str, int]:
     from areal.engine.builtin.tokenizer import make_tokenizer
     from areal.engine.fake import FakeEngine
+    from areal.utils.hf_utils import load_hf_tokenizer
 
-    tokenizer = make_tokenizer([str(task) for task in tasks], FAKE_VOCABULARY, FAKE_POSITIONS)
-    tokenizer.save_pretrained(place)
+    make_tokenizer([str(task) for task in tasks], FAKE_VOCABULARY, FAKE_POSITIONS).save_pretrained(place)
+    tokenizer = load_hf_tokenizer(place)
     engine = FakeEngine(vocab_size=len(tokenizer), max_positions=FAKE_POSITIONS, tokenizer=tokenizer)
     return engine, tokenizer, str(place), FAKE_POSITIONS

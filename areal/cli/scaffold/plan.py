@@ -20,15 +20,13 @@ class Kind:
     suffix: str
     code: Template
     test: Template
-    arguments: str
-    """What `trainer.train` takes besides the workflow."""
+    reward_fn: str = ""
+    """What the constructor is given, by its import string."""
 
 
 KINDS = {
-    "workflow": Kind(
-        "Workflow", WORKFLOW, WORKFLOW_TEST, ', workflow_kwargs={"reward_fn": "areal.reward.exact_match_reward"}'
-    ),
-    "agent": Kind("Agent", AGENT, AGENT_TEST, ""),
+    "workflow": Kind("Workflow", WORKFLOW, WORKFLOW_TEST, "areal.reward.exact_match_reward"),
+    "agent": Kind("Agent", AGENT, AGENT_TEST),
 }
 
 
@@ -36,20 +34,19 @@ KINDS = {
 class Plan:
     files: dict[Path, str]
     """What each file is to hold."""
-    import_string: str
-    test: Path
-    train_line: str
+    commands: dict[str, str]
+    """What to do with them: verb -> the line that does it."""
 
     def write(self) -> list[str]:
         """Write what differs; a line for each file, saying what happened to it."""
         return [f"{_write(path, text)}  {path}" for path, text in self.files.items()]
 
 
-def make_plan(kind: str, name: str, into: str | None, *, force: bool, cwd: Path = Path()) -> Plan:
+def make_plan(kind: str, name: str, into: str | None, *, force: bool) -> Plan:
     """Raises ConfigError for a bad name, a place that is none, or a file that would be overwritten."""
     what = KINDS[kind]
     _check_name(name)
-    directory = _directory(into, cwd)
+    directory = _directory(into)
     root = _import_root(directory)
     package = ".".join(directory.resolve().relative_to(root.resolve()).parts)
     module = f"{package}.{name}" if package else name
@@ -73,8 +70,17 @@ def make_plan(kind: str, name: str, into: str | None, *, force: bool, cwd: Path 
         before = init.read_text(encoding="utf-8") if init.exists() else ""
         files[init] = with_name(before, module, class_name, str(init))
     files[test] = what.test.substitute(words)
-    path = f"{module}.{class_name}"
-    return Plan(files, path, test, f'trainer.train(workflow="{path}"{what.arguments})')
+    import_string = f"{module}.{class_name}"
+    return Plan(files, _commands(import_string, test, what.reward_fn))
+
+
+def _commands(workflow: str, test: Path, reward_fn: str) -> dict[str, str]:
+    kwargs = f', workflow_kwargs={{"reward_fn": "{reward_fn}"}}' if reward_fn else ""
+    return {
+        "train it": f'trainer.train(workflow="{workflow}"{kwargs})',
+        "test it": f"python -m pytest {test}",
+        "check it": f"areal check {workflow}" + (f" reward_fn={reward_fn}" if reward_fn else ""),
+    }
 
 
 def _check_name(name: str) -> None:
@@ -90,11 +96,11 @@ def _class_name(name: str, suffix: str) -> str:
     return camel if camel.endswith(suffix) and camel != suffix else f"{camel}{suffix}"
 
 
-def _directory(into: str | None, cwd: Path) -> Path:
+def _directory(into: str | None) -> Path:
     if into is None:
-        return cwd / CHECKOUT if (cwd / CHECKOUT / "__init__.py").is_file() else cwd
-    directory = cwd / into
-    bad = [part for part in Path(into).parts if part not in ("/", ".", "..") and not part.isidentifier()]
+        return CHECKOUT if (CHECKOUT / "__init__.py").is_file() else Path()
+    directory = Path(into)
+    bad = [part for part in directory.parts if part not in ("/", ".", "..") and not part.isidentifier()]
     if bad and not directory.is_dir():
         raise ConfigError(f"--into must be a package's directory, got {into!r}; {bad[0]!r} cannot be imported")
     if directory.exists() and not directory.is_dir():

@@ -50,7 +50,8 @@ def lessons(seed: int) -> Iterator[Example]:
         elif kind < 0.55:
             yield plain(next(sums)), None
         elif kind < 0.65:
-            yield second_try(next(sorting), draw), None
+            problem = next(sorting)
+            yield second_try(problem, _shuffled(problem.answer, draw)), None
         elif kind < 0.75:
             yield plain(next(sorting)), CALCULATOR_TOOLS
         else:
@@ -61,16 +62,20 @@ def plain(problem: Problem) -> list[dict[str, Any]]:
     return [*problem.as_task()["messages"], {"role": "assistant", "content": problem.answer}]
 
 
-def second_try(problem: Problem, draw: random.Random) -> list[dict[str, Any]]:
+def second_try(problem: Problem, wrong: str) -> list[dict[str, Any]]:
     """A wrong answer that is not learned, the rebuke, the right answer."""
-    wrong = list(problem.answer)
-    draw.shuffle(wrong)
     return [
         *problem.as_task()["messages"],
-        {"role": "assistant", "content": "".join(wrong), "learn": False},
+        {"role": "assistant", "content": wrong, "learn": False},
         {"role": "user", "content": RETRY},
         {"role": "assistant", "content": problem.answer},
     ]
+
+
+def _shuffled(text: str, draw: random.Random) -> str:
+    letters = list(text)
+    draw.shuffle(letters)
+    return "".join(letters)
 
 
 def tool_use(problem: Problem) -> list[dict[str, Any]]:

@@ -44,6 +44,7 @@ class SlottedCache(Cache):
         values[rows, :, self._places] = value_states[:, :, 0]
         return keys[:batch, :, : self._length], values[:batch, :, : self._length]
 
+    @torch.no_grad()
     def move(self, source: int, target: int, length: int) -> None:
         for slot in (slot for pair in self._slots for slot in pair):
             slot[target, :, :length] = slot[source, :, :length]

@@ -11,14 +11,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from areal.api.errors import ModelError, RequestError
+from areal.api.messages import Array
 from areal.engine.generic.config import first_line, placeholders_of, positions_of, quiet, read_config, sees_images
 from areal.engine.generic.pictures import Images, PictureInputs
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+
+LOGITS = 1 << 26
+"""Logits held at once; a single sequence may take more."""
 
 
 class GenericModel:
@@ -39,12 +44,16 @@ class GenericModel:
         self._filler = next(token for token in range(self.vocab_size) if token not in placeholders_of(config))
         self.pictures = PictureInputs(directory, placeholders_of(config)) if sees_images(config) else None
 
-    def check(self, ids: Sequence[int], images: Images) -> None:
+    def check(self, ids: Sequence[int] | Array, images: Images) -> None:
         """Refuse pictures that are none, or that `ids` have another number of places for. Raises RequestError."""
         if self.pictures is not None:
             self.pictures.check(ids, images)
         elif images:
             raise RequestError("the model sees no pictures, got a request with some; use a vision-language model")
+
+    def shape(self, images: Images) -> tuple[Any, ...]:
+        """Sequences whose pictures have one shape can be computed together."""
+        return () if self.pictures is None else self.pictures.shape(images)
 
     def logits(self, ids: Tensor, images: Sequence[Images], columns: Tensor, **options: Any) -> Tensor:
         """Logits [B,C,V] after the tokens in `columns` of `ids` [B,L]; a picture's placeholder is never predicted."""
@@ -71,9 +80,13 @@ class GenericModel:
         kept: list[int] = torch.where(torch.isin(ids, self._placeholders), self._filler, ids).tolist()
         return kept
 
-    def seen_length(self, ids: Sequence[int]) -> int:
+    def fits(self, count: int, length: int, columns: int, max_tokens: int) -> bool:
+        """Whether that many sequences can be computed at once: their tokens with padding, and their logits."""
+        return count * length <= max_tokens and count * columns * self.vocab_size <= LOGITS
+
+    def seen_length(self, ids: Array) -> int:
         """How many of `ids` hold every place of a picture."""
-        places = torch.isin(torch.as_tensor(ids), self._placeholders).nonzero()
+        places = np.flatnonzero(np.isin(ids, self._placeholders.numpy()))
         return int(places[-1]) + 1 if len(places) else 0
 
     def load(self, directory: Path) -> None:

@@ -7,10 +7,12 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from areal.api.errors import ModelError, RequestError
+from areal.api.messages import Array
 from areal.utils.hf_utils import load_hf_processor
 from areal.utils.images import ImageError, decode_image, encode_image
 
@@ -40,12 +42,12 @@ class Prepared:
 class PictureInputs:
     def __init__(self, directory: Path, placeholders: set[int]) -> None:
         self._directory = directory
-        self._placeholders = placeholders
+        self._placeholders = sorted(placeholders)
         self._processor: Any = None
         self._known: OrderedDict[bytes, Prepared] = OrderedDict()
         self._bytes = 0
 
-    def check(self, ids: Sequence[int], images: Images) -> None:
+    def check(self, ids: Sequence[int] | Array, images: Images) -> None:
         """Raises RequestError unless `ids` have a place for each part of `images`."""
         found, wanted = (self._count(each) for each in (ids, self.of(images).ids if images else ()))
         if found != wanted:
@@ -98,8 +100,8 @@ class PictureInputs:
         inputs = {name: value for name, value in made.items() if name not in TEXT_INPUTS}
         return Prepared(inputs, made["input_ids"][0].tolist())
 
-    def _count(self, ids: Sequence[int]) -> int:
-        return sum(token in self._placeholders for token in ids)
+    def _count(self, ids: Sequence[int] | Array) -> int:
+        return int(np.isin(ids, self._placeholders).sum())
 
     def _loaded(self) -> Any:
         """Loaded when the first picture comes: a model may be used for text alone."""

@@ -26,7 +26,8 @@ class GenericRunner:
         """`caches` says whether keys and values are kept."""
         self.model = model
         self._rows: dict[int, Prompt] = {}
-        """What each row holds: read where nothing is cached."""
+        """What each row holds, where nothing is cached."""
+        self.caches = caches
         self._cache = SlottedCache() if caches else None
 
     @property
@@ -48,7 +49,8 @@ class GenericRunner:
     def prefill(self, rows: Sequence[int], prompts: Sequence[Sequence[int]], images: Sequence[Images] = ()) -> Tensor:
         """Fill rows with prompts, equal ones computed once; return the logits [B,V] after each."""
         asked = [(tuple(prompt), seen) for prompt, seen in zip(prompts, images or [()] * len(prompts), strict=True)]
-        self._rows |= zip(rows, asked, strict=True)
+        if self._cache is None:
+            self._rows |= zip(rows, asked, strict=True)
         homes: dict[Prompt, list[int]] = {}
         for row, prompt in zip(rows, asked, strict=True):
             homes.setdefault(prompt, []).append(row)
@@ -72,10 +74,10 @@ class GenericRunner:
 
     def move(self, source: int, target: int, length: int) -> None:
         """Let the sequence in row `source` live in row `target`."""
-        self._rows[target] = self._rows.pop(source)
-        if self._cache is not None:
-            with torch.no_grad():
-                self._cache.move(source, target, length)
+        if self._cache is None:
+            self._rows[target] = self._rows.pop(source)
+        else:
+            self._cache.move(source, target, length)
 
     def _compute(self, part: Sequence[Prompt], homes: dict[Prompt, list[int]]) -> Tensor:
         """One pass over prompts: each into its rows; the logits [B,V] after each."""
@@ -95,21 +97,14 @@ class GenericRunner:
         return logits[torch.arange(len(part)), place]
 
     def _passes(self, prompts: Sequence[Prompt]) -> Iterator[list[Prompt]]:
-        """Prompts of similar length whose pictures have one shape, of at most PASS_TOKENS tokens with their padding."""
+        """Prompts of similar length whose pictures have one shape, as many as fit."""
+        shapes = {prompt: self.model.shape(prompt[1]) for prompt in prompts}
         part: list[Prompt] = []
-        last: tuple[Any, ...] = ()
-        for shape, prompt in sorted(((self._shape(prompt), prompt) for prompt in prompts), key=_by_shape_and_length):
-            if part and (shape != last or (len(part) + 1) * len(prompt[0]) > PASS_TOKENS):
+        for prompt in sorted(prompts, key=lambda each: (str(shapes[each]), len(each[0]))):
+            ends = {len(tokens) for tokens, _ in [*part, prompt]}
+            fits = self.model.fits(len(part) + 1, len(prompt[0]), len(ends), PASS_TOKENS)
+            if part and not (fits and shapes[prompt] == shapes[part[0]]):
                 yield part
                 part = []
             part.append(prompt)
-            last = shape
         yield part
-
-    def _shape(self, prompt: Prompt) -> tuple[Any, ...]:
-        return () if self.model.pictures is None else self.model.pictures.shape(prompt[1])
-
-
-def _by_shape_and_length(item: tuple[tuple[Any, ...], Prompt]) -> tuple[str, int]:
-    shape, (tokens, _) = item
-    return str(shape), len(tokens)

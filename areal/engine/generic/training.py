@@ -14,9 +14,6 @@ from areal.engine.generic.pictures import Images
 from areal.engine.packed_decoder import token_logprobs
 from areal.engine.packing import Span
 
-LOGITS = 1 << 26
-"""Logits held at once: sequences times columns times vocabulary; a single sequence may take more."""
-
 
 @dataclass
 class PaddedPass:
@@ -31,7 +28,7 @@ class PaddedPass:
 
     @property
     def tokens(self) -> int:
-        return self.ids.numel()
+        return int(self.ids.numel())
 
 
 @dataclass(frozen=True)
@@ -80,18 +77,14 @@ class GenericTraining:
         return sorted(items, key=lambda item: (str(item.shape), len(item.ids)))
 
     def _item(self, span: Span, offset: int) -> _Item:
-        length, shape = int(span.asked[-1]), ()
-        if span.images:
-            assert self.model.pictures is not None, "a model without eyes was shown a picture"
-            length = max(length, self.model.seen_length(span.ids))
-            shape = self.model.pictures.shape(span.images)
-        return _Item(span, span.ids[:length].tolist(), offset, shape)
+        self.model.check(span.ids, span.images)
+        length = max(int(span.asked[-1]), self.model.seen_length(span.ids))
+        return _Item(span, span.ids[:length].tolist(), offset, self.model.shape(span.images))
 
     def _fits(self, part: list[_Item], item: _Item, max_tokens: int) -> bool:
-        count, length = len(part) + 1, len(item.ids)  # the longest yet
-        asked = len(_columns([*part, item]))
-        within = count * length <= max_tokens and count * asked * self.model.vocab_size <= LOGITS
-        return within and item.shape == part[0].shape
+        columns = len(_columns([*part, item]))
+        fits = self.model.fits(len(part) + 1, len(item.ids), columns, max_tokens)  # its ids are the longest yet
+        return fits and item.shape == part[0].shape
 
     def _pass(self, part: list[_Item]) -> PaddedPass:
         columns = _columns(part)

@@ -45,10 +45,8 @@ def _differences(model: GenericModel) -> Iterator[float]:
         return model.as_text(torch.randint(model.vocab_size, (count,), generator=draw))
 
     runners = [GenericRunner(model, caches=caches) for caches in (False, True)]
-    prompts, images = [tokens(11), tokens(5), tokens(8)], [()] * 3
-    if model.pictures is not None:
-        places, images[0] = model.pictures.example()
-        prompts[0] = [*tokens(2), *places, *tokens(3)]
+    places, shown = ([], ()) if model.pictures is None else model.pictures.example()
+    prompts, images = [[*tokens(2), *places, *tokens(9)], tokens(5), tokens(8)], [shown, (), ()]
     yield _share(*(runner.prefill(range(3), prompts, images) for runner in runners))
     for step in range(3):
         new, positions = tokens(3), [len(prompt) + step for prompt in prompts]

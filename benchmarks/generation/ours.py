@@ -1,0 +1,52 @@
+"""The embedded engine, in one process with whoever asks it. `sharing: false` computes every prompt by itself."""
+
+import asyncio
+from pathlib import Path
+
+import torch
+from job import measure, read_job
+
+from areal.api.io_struct import ModelRequest
+from areal.config.generation import GenerationHyperparameters
+from areal.engine.admission import Admission
+from areal.engine.architecture import read_architecture
+from areal.engine.decoder import Decoder
+from areal.engine.embedded import EmbeddedEngine
+from areal.engine.model_runner import Piece
+from areal.engine.runner import Runner
+from areal.engine.sequence import Sequence
+from areal.engine.weights import load_weights
+
+
+class Unshared(Admission):
+    """Admits prompts one by one, so that none is computed for two."""
+
+    def pieces(self, first_row: int, room: int) -> tuple[list[Piece], list[Sequence]]:
+        return super().pieces(first_row, min(room, 1))
+
+
+def main() -> None:
+    job = read_job()
+    torch.set_num_threads(job["threads"])
+    directory = Path(job["model"])
+    decoder = Decoder(read_architecture(directory))
+    load_weights(decoder, directory)
+    runner = Runner(decoder, prefix_bytes=None if job["sharing"] else 0)
+    with asyncio.Runner() as loop:
+
+        async def answer(prompts: list[list[int]], new: int) -> int:
+            engine = EmbeddedEngine(runner)
+            if not job["sharing"]:
+                engine._admission = Unshared(engine._mixed)
+            asked = [
+                ModelRequest(str(i), ids, GenerationHyperparameters(max_new_tokens=new, seed=i))
+                for i, ids in enumerate(prompts)
+            ]
+            answers = await asyncio.gather(*map(engine.agenerate, asked))
+            await engine.aclose()
+            return sum(answer.output_len for answer in answers)
+
+        measure(job, lambda prompts, new: loop.run(answer(prompts, new)))
+
+
+main()

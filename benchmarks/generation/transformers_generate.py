@@ -1,0 +1,36 @@
+"""transformers: `generate` on a batch, or its continuous batching (`continuous: true`)."""
+
+from typing import Any
+
+import torch
+from job import measure, read_job
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+
+def main() -> None:
+    job = read_job()
+    torch.set_num_threads(job["threads"])
+    attention = "paged|sdpa" if job["continuous"] else "sdpa"
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        job["model"], dtype=torch.float32, attn_implementation=attention
+    ).eval()
+
+    def settings(new: int) -> GenerationConfig:
+        sampled = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+        # A token that is never drawn ends nothing; None would be filled in from the model's own settings.
+        return GenerationConfig(max_new_tokens=new, min_new_tokens=new, eos_token_id=-1, pad_token_id=0, **sampled)
+
+    def batch(prompts: list[list[int]], new: int) -> int:
+        ids = torch.tensor(prompts)
+        with torch.inference_mode():
+            out = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings(new))
+        return int(out[:, ids.shape[1] :].numel())
+
+    def continuous(prompts: list[list[int]], new: int) -> int:
+        outputs = model.generate_batch(inputs=prompts, generation_config=settings(new), progress_bar=False)
+        return sum(len(output.generated_tokens) for output in outputs.values())
+
+    measure(job, continuous if job["continuous"] else batch)
+
+
+main()
