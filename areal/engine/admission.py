@@ -49,6 +49,8 @@ class Admission:
 
     def pieces(self, first_row: int, room: int) -> tuple[list[Piece], list[Sequence]]:
         """What to compute, and who joins the running in rows from `first_row` on when it is done."""
+        if not self._queue:
+            return [], []
         budget, step = self._runner.chunk_tokens, _Step(first_row)
         while self._queue and len(step.joining) < room and budget > 0:
             sequence = self._queue[0]

@@ -45,6 +45,11 @@ class Chunk:
     def tokens(self) -> int:
         return (self.end - self.start) * self.count
 
+    def past(self, cache: KeyValueCache) -> list[tuple[Tensor, Tensor]] | None:
+        """Keys and values of the row up to `end`, for each layer; None if there is nothing before the piece."""
+        row = self.row % (cache.rows + 1)
+        return None if self.start == 0 else cache.read(row, row + 1, self.end)
+
     def mask(self, dtype: torch.dtype) -> Tensor | None:
         """[new,end], 0 or -inf; None where plain causality says it all."""
         if self.start == 0:
@@ -57,40 +62,42 @@ class CachedAttention:
     """Attention of one step; `places` says where the tokens' keys and values go in the cache."""
 
     def __init__(self, cache: KeyValueCache, places: Tensor, runs: list[Run], chunks: list[Chunk]) -> None:
-        self._cache, self._places, self._runs = cache, places, runs
+        self._cache, self._places = cache, places
         dtype = cache.data.dtype
         for run in runs:
             run.mask = None if run.mask is None else run.mask.to(dtype)
-        self._chunks = [(chunk, chunk.mask(dtype)) for chunk in chunks]
+        self._runs = [(run, cache.read(run.first, run.end, run.length)) for run in runs]
+        self._chunks = [(chunk, chunk.mask(dtype), chunk.past(cache)) for chunk in chunks]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        cache = self._cache
-        cache.flat_keys[layer].index_copy_(0, self._places, k.reshape(-1, k.shape[2]))
-        cache.flat_values[layer].index_copy_(0, self._places, v.reshape(-1, v.shape[2]))
-        outputs = [self._decode(layer, q, run) for run in self._runs]
-        at = self._runs[-1].end if self._runs else 0
-        for chunk, mask in self._chunks:
+        new = torch.cat((k, v), dim=1)
+        self._cache.flat[layer].index_copy_(0, self._places, new.view(-1, new.shape[2]))
+        outputs, at = [], 0
+        for run, caches in self._runs:
+            outputs.append(_decode(q[run.first : run.end], *caches[layer], run.mask))
+            at = run.end
+        for chunk, mask, past in self._chunks:
             part = slice(at, at + chunk.tokens)
-            outputs.append(self._prefill(layer, chunk, mask, q[part], k[part], v[part]))
+            known = (k[part], v[part]) if past is None else past[layer]
+            outputs.append(_prefill(chunk.count, q[part], *known, mask))
             at = part.stop
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def _decode(self, layer: int, q: Tensor, run: Run) -> Tensor:
-        keys = self._cache.keys[layer][run.first : run.end, :, : run.length]
-        values = self._cache.values[layer][run.first : run.end, :, : run.length]
-        # The queries that share a key-value head stand as rows of one product.
-        grouped = q[run.first : run.end].view(run.end - run.first, keys.shape[1], -1, keys.shape[3])
-        return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=run.mask).flatten(1, 2)
 
-    def _prefill(self, layer: int, chunk: Chunk, mask: Tensor | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q = q.unflatten(0, (chunk.count, -1)).transpose(1, 2)
-        if mask is None:
-            k, v = (x.unflatten(0, (chunk.count, -1)).transpose(1, 2) for x in (k, v))
-        else:
-            keys, values = self._cache.keys[layer], self._cache.values[layer]
-            k, v = (x[chunk.row, :, : chunk.end].unsqueeze(0) for x in (keys, values))
-        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
-        return mixed.transpose(1, 2).flatten(0, 1)
+def _decode(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+    rows, heads, _, size = keys.shape
+    # The queries that share a key-value head stand as rows of one product.
+    mixed = F.scaled_dot_product_attention(q.view(rows, heads, -1, size), keys, values, attn_mask=mask)
+    return mixed.flatten(1, 2)
+
+
+def _prefill(count: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """`count` pieces behind each other; without a mask each begins its prompt, and k and v are its own."""
+    q = q.unflatten(0, (count, -1)).transpose(1, 2)
+    if mask is None:
+        k, v = (x.unflatten(0, (count, -1)).transpose(1, 2) for x in (k, v))
+    mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
+    return mixed.transpose(1, 2).flatten(0, 1)
 
 
 def decode_runs(positions: Tensor, lengths: Sequence[int]) -> list[Run]:

@@ -40,6 +40,19 @@ class Layer:
         self.mlp_norm = need("mlp_norm")
         self.gate_up = need("gate_up")
         self.down = need("down")
+        self._head_norms: tuple[int, Tensor] | None = None
+
+    def head_norms(self, heads: int, kv_heads: int) -> Tensor:
+        """The norms of queries and keys as one [H+K,E]; kept until they change, where nothing learns through it."""
+        assert self.q_norm is not None
+        assert self.k_norm is not None
+        version = self.q_norm._version
+        if self._head_norms is None or self._head_norms[0] != version or torch.is_grad_enabled():
+            joint = torch.cat((self.q_norm.expand(heads, -1), self.k_norm.expand(kv_heads, -1)))
+            if torch.is_grad_enabled():
+                return joint
+            self._head_norms = (version, joint)
+        return self._head_norms[1]
 
 
 class Decoder:
@@ -97,8 +110,7 @@ class Decoder:
             (a.num_heads + a.num_kv_heads, a.num_kv_heads), dim=1
         )
         if layer.q_norm is not None and layer.k_norm is not None:
-            heads = (layer.q_norm.expand(a.num_heads, -1), layer.k_norm.expand(a.num_kv_heads, -1))
-            qk = self._norm(qk, torch.cat(heads))
+            qk = self._norm(qk, layer.head_norms(a.num_heads, a.num_kv_heads))
         q, k = _rotate(qk, cos, sin).split((a.num_heads, a.num_kv_heads), dim=1)
         return linear(attend(index, q, k, v).reshape(h.shape[0], -1), layer.output, layer.output_bias)
 

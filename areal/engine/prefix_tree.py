@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 
-TOKEN_DIM = 3
-"""Where the tokens are in a block of keys and values [layers, 2, heads, tokens, size]."""
+TOKEN_DIM = 2
+"""Where the tokens are in a block of keys and values [layers, heads, tokens, size]."""
 
 
 @dataclass(eq=False)

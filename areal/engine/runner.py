@@ -167,11 +167,10 @@ class Runner:
     def _order(self, ids: Tensor, positions: Tensor, pieces: Sequence[Piece]) -> _Order:
         """Running sequences first, then pieces; those from a prompt's beginning stand by length, to be computed together."""
         batch = len(ids)
-        rows = torch.arange(batch)
         if not pieces:
-            return _Order(ids, positions, self._cache.places(rows, positions), [], None)
+            return _Order(ids, positions, self._cache.places(slice(0, batch), positions), [], None)
         ranked = sorted(range(len(pieces)), key=lambda i: (pieces[i].start, pieces[i].end))
-        all_ids, all_positions, all_rows = [ids], [positions], [rows]
+        all_ids, all_positions, all_rows = [ids], [positions], [torch.arange(batch)]
         chunks: list[Chunk] = []
         ends = [0] * len(pieces)
         at = batch

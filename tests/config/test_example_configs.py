@@ -3,6 +3,9 @@ from pathlib import Path
 import pytest
 
 from areal.api.cli_args import GRPOConfig, load_expr_config
+from areal.dataset import get_custom_dataset
+from areal.rollout.naming import import_object
+from areal.rollout.workflows import WorkflowSpec, check
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted(ROOT.glob("examples/**/config.yaml"))
@@ -17,3 +20,16 @@ def test_example_config_loads_and_fits_a_screen(path: Path) -> None:
     config, _ = load_expr_config(["--config", str(path), "scheduler.type=local", "seed=2"], GRPOConfig)
     assert config.seed == 2
     assert len(path.read_text().splitlines()) <= 40
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.parent.name)
+def test_example_config_names_what_is_there(path: Path) -> None:
+    from areal.engine.models import BUILTIN  # here, because it loads torch
+
+    config, _ = load_expr_config(["--config", str(path), "train_dataset.size=1", "valid_dataset.size=1"], GRPOConfig)
+    check(WorkflowSpec(config.workflow, {"reward_fn": config.reward_fn} if config.reward_fn else {}))
+    if config.reward_fn:
+        assert callable(import_object(config.reward_fn, "reward_fn"))
+    assert config.actor.path.removeprefix("builtin:") in BUILTIN
+    assert get_custom_dataset(split="train", dataset_config=config.train_dataset)
+    assert get_custom_dataset(split="test", dataset_config=config.valid_dataset)
