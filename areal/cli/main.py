@@ -24,7 +24,7 @@ class Verb:
 
 def _declare_train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", metavar="FILE", help="YAML file with the settings")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="a setting that wins over the file's")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help="a setting that wins over the file's")
 
 
 def _declare_chat(parser: argparse.ArgumentParser) -> None:
@@ -68,7 +68,7 @@ def _declare_new(parser: argparse.ArgumentParser) -> None:
 
 def _declare_check(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("workflow", metavar="WORKFLOW", help="its import string: my_module.MyAgent")
-    parser.add_argument("arguments", nargs="*", metavar="NAME=VALUE", help="an argument of its constructor")
+    parser.add_argument("arguments", nargs="*", default=[], metavar="NAME=VALUE", help="an argument of its constructor")
     parser.add_argument("--data", default="builtin:sort-digits", metavar="FILE", help="tasks: .jsonl, or builtin:NAME")
     parser.add_argument("--engine", choices=("builtin", "fake"), default="builtin", help="a small model, or none")
     parser.add_argument("--mode", choices=("any", "inline", "subproc"), default="any", help="where agents run")
@@ -89,7 +89,7 @@ VERBS = {
         "areal serve --model builtin:tiny-math --port 8000 --api-key KEY",
     ),
     "simulate": Verb(
-        "predict throughput, idle time and staleness on machines you do not have",
+        "predict speed, idle time and staleness on machines you do not have",
         _declare_simulate,
         "areal simulate --engines 64 --trainers 32 --latency lognormal:mean=30,sigma=1,tokens=4000",
     ),

@@ -37,6 +37,9 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"--{name.replace('_', '-')} must be >= 1, got {getattr(args, name)}")
     if min(args.eta) < 0 or (args.cores is not None and args.cores <= 0):
         raise ConfigError(f"--eta must be >= 0 and --cores > 0, got {args.eta} and {args.cores}")
+    for path in filter(None, (args.save, args.plot)):
+        if not Path(path).absolute().parent.is_dir():
+            raise ConfigError(f"{path!r} cannot be written: there is no directory {str(Path(path).parent)!r}; make it")
     trace = record(args.latency) if Path(args.latency).is_dir() else read_trace(args.latency)
     if args.save:
         trace.save(args.save)
@@ -58,8 +61,8 @@ def _table(args: argparse.Namespace, predictions: dict[int, Prediction]) -> Tabl
         box=SIMPLE_HEAD,
         collapse_padding=True,
         pad_edge=False,
-        title=f"{args.steps} steps of {args.batch_size} × {args.n_samples} episodes on {args.engines} engines,\n"
-        f"{args.trainers} trainers; {args.max_concurrent_rollouts} at once",
+        title=f"{args.steps} steps of {args.batch_size} × {args.n_samples} episodes, {args.max_concurrent_rollouts} at once,\n"
+        f"engines: {args.engines}, trainers: {args.trainers}, workers: {args.workers}",
         caption="predicted: the real admission and staleness code on a virtual clock",
     )
     first = next(iter(predictions.values()))

@@ -112,8 +112,8 @@ class Runner:
             max((*lengths, *(piece.end for piece in pieces))),
         )
         for piece in pieces:
-            if piece.start and not piece.staged:
-                self._recall(piece)
+            if piece.start:
+                self._fetch_beginning(piece)
         order = self._order(ids, positions, pieces)
         attention = CachedAttention(self._cache, order.places, decode_runs(positions, lengths), order.chunks)
         linear = self._matrices.linear
@@ -151,17 +151,19 @@ class Runner:
         self._prefixes.clear()
         self._seen_version = version
 
-    def _recall(self, piece: Piece) -> None:
-        row = piece.rows[0] if piece.last else STAGE
-        blocks = self._prefixes.find(piece.ids[: piece.start])
-        self._cache.block(row, piece.start)[:] = torch.cat(blocks, dim=TOKEN_DIM)
+    def _fetch_beginning(self, piece: Piece) -> None:
+        """Put the tokens before a piece into the row that it is computed in."""
+        row = _row(piece)
+        if not piece.staged:
+            blocks = self._prefixes.find(piece.ids[: piece.start])
+            self._cache.block(row, piece.start)[:] = torch.cat(blocks, dim=TOKEN_DIM)
+        elif row != STAGE:  # leaves the stage to the prompt after it
+            self._cache.copy(STAGE, [row], piece.start)
 
     def _settle(self, piece: Piece) -> None:
         """A complete prompt goes to all of its rows, and may begin a later one."""
-        first, length = piece.rows[0], len(piece.ids)
-        if piece.staged:
-            self._cache.copy(STAGE, [first], length)
-        self._cache.copy(first, piece.rows[1:], length)
+        first, *others = piece.rows
+        self._cache.copy(first, others, len(piece.ids))
         self.remember(first, piece.ids)
 
     def _order(self, ids: Tensor, positions: Tensor, pieces: Sequence[Piece]) -> _Order:
@@ -176,7 +178,7 @@ class Runner:
         at = batch
         for i in ranked:
             piece = pieces[i]
-            row = STAGE if piece.staged or not piece.last else piece.rows[0]
+            row = _row(piece)
             span = torch.arange(piece.start, piece.end)
             all_ids.append(torch.tensor(piece.ids[piece.start : piece.end]))
             all_positions.append(span)
@@ -191,7 +193,12 @@ class Runner:
         asked = [*range(batch), *(end for end, piece in zip(ends, pieces, strict=True) if piece.last)]
         places = torch.cat(all_positions)
         homes = self._cache.places(torch.cat(all_rows), places)
-        return _Order(torch.cat(all_ids), places, homes, chunks, torch.tensor(asked))
+        return _Order(torch.cat(all_ids), places, homes, chunks, torch.tensor(asked, dtype=torch.int64))
+
+
+def _row(piece: Piece) -> int:
+    """The cache row that a piece is computed in."""
+    return piece.rows[0] if piece.last else STAGE
 
 
 def _passes(prompts: "dict[Prompt, list[int]]") -> Iterator[list[Prompt]]:

@@ -99,10 +99,10 @@ def _place(frame: FrameType, below: list[FrameType]) -> Place:
     code = frame.f_code
     source = linecache.getline(code.co_filename, frame.f_lineno).strip()
     modules = [str(each.f_globals.get("__name__")) for each in below]
-    where = f"{_short(code.co_filename)}:{frame.f_lineno}"
+    where = f"{short_file(code.co_filename)}:{frame.f_lineno}"
     return Place(where, code.co_name, source, remedy_for(source, modules))
 
 
-def _short(file: str) -> str:
+def short_file(file: str) -> str:
     """As seen from where the program was started, if it is below."""
     return file.removeprefix(f"{os.getcwd()}{os.sep}")

@@ -122,7 +122,8 @@ def _synthetic(words: str) -> Trace:
             raise TraceError(f"lognormal: {name} must be a number, got {text!r}") from None
     if unknown := sorted(set(given) - {"mean", "sigma", "tokens", "turns"}):
         raise TraceError(f"lognormal: has no {', '.join(unknown)}; it has mean, sigma, tokens, turns")
-    if min(given["mean"], given["tokens"]) <= 0 or given["turns"] < 1 or given["sigma"] < 0:
+    finite = all(map(math.isfinite, given.values()))
+    if not finite or min(given["mean"], given["tokens"]) <= 0 or given["turns"] < 1 or given["sigma"] < 0:
         raise TraceError(f"lognormal: needs mean > 0, tokens > 0, turns >= 1, sigma >= 0, got {words}")
     draw = random.Random(0)
     location = math.log(given["mean"]) - given["sigma"] ** 2 / 2

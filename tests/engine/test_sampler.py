@@ -136,3 +136,36 @@ def test_the_numbers_of_a_seed_are_uniform_and_reproducible() -> None:
     assert float(many.max()) < 1
     bins = torch.bincount((many * 6).long(), minlength=6)
     assert chi_square((many * 6).long().tolist(), torch.full((6,), 1 / 6)) < CHI_SQUARE_LIMIT, bins
+
+
+def large_vocabulary(rows: int = 64, size: int = 8192) -> Tensor:
+    """Peaked and flat rows, and some with ties."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(rows, size, generator=generator) * torch.linspace(0.01, 6.0, rows)[:, None]
+    logits[::5] = logits[::5].round()
+    return logits
+
+
+def test_limits_of_a_large_vocabulary_are_those_of_sorting_it_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = large_vocabulary()
+    limits = [(1.0, 1.0, 0), (1.0, 0.9, 0), (0.7, 1.0, 40), (1.0, 0.3, 600), (1.0, 1.0, 1), (1.5, 0.999, 0), (1.0, 0.5, 7)]
+    rows = [(*limits[row % len(limits)], row) for row in range(len(logits))]
+    probs = (logits / torch.tensor([row[0] for row in rows])[:, None]).softmax(-1)
+    choices = Choices.of(rows)
+    fast = sampler._limit(probs, choices)
+    monkeypatch.setattr(sampler, "CANDIDATES", probs.shape[1])
+    expected = torch.where(((choices.top_p < 1) | (choices.top_k > 0))[:, None], sampler._limit(probs, choices), probs)
+    assert torch.equal(fast, expected)
+
+
+def test_a_large_vocabulary_is_drawn_from_as_its_cumulative_sum_says() -> None:
+    probs = large_vocabulary(rows=512).softmax(-1)
+    probs[:, ::3] = 0.0
+    u = torch.linspace(0, 1 - 2**-24, len(probs))
+    tokens = sampler._invert(probs, u)
+    assert (probs.gather(1, tokens[:, None]) > 0).all()
+    exact = probs.double().cumsum(-1)
+    before = (exact.gather(1, tokens[:, None]) - probs.double().gather(1, tokens[:, None])).squeeze(1)
+    after = exact.gather(1, tokens[:, None]).squeeze(1)
+    point = u.double() * exact[:, -1]
+    assert ((before - 1e-6 <= point) & (point <= after + 1e-6)).all()

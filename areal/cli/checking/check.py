@@ -11,6 +11,7 @@ from areal.cli.checking.episodes import Task, door_away, door_here, play, play_a
 from areal.cli.checking.findings import Finding, Report, blocked, rejected
 from areal.cli.checking.source import read_source
 from areal.cli.checking.stage import Stage, open_stage
+from areal.cli.checking.unawaited import noticed
 from areal.rollout.naming import import_object, name_of
 from areal.rollout.subproc_door import AgentPool
 from areal.rollout.workflows import WorkflowSpec, agent_function, episode_function, is_agent
@@ -28,13 +29,15 @@ async def check(
 ) -> Report:
     """Raises WorkflowError for what cannot be found or made at all."""
     agent = is_agent(spec)
-    report = Report(name_of(spec.target), "agent" if agent else "workflow", engine, mode)
+    report = Report(name_of(spec.target), "agent" if agent else "workflow", engine, mode, spec.kwargs)
     inline = mode != "subproc" or not agent
     if inline:  # in a process of its own an agent may block as it likes
         report.findings += read_source(_episode_function(spec, agent))
     async with open_stage(engine, tasks) as stage:
         if inline:
-            await _play_inline(report, spec, tasks, stage, episodes, seconds)
+            with noticed(report.findings) as dropped:
+                await _play_inline(report, spec, tasks, stage, episodes, seconds)
+            report.findings += dropped
         if not inline or (agent and mode == "any" and report.passed_alone):
             await _play_away(report, spec, tasks, stage, PROCESSES if inline else episodes, seconds)
         elif not agent and report.passed_alone:

@@ -58,6 +58,7 @@ async def play(name: str, door: Door, tasks: Sequence[Task], stage: Stage, secon
         _count(played, outcome)
     for session in stage.proxy.sessions[sessions:]:
         _count_tree(played, session.tree)
+    played.calls = max(played.calls, played.completions)  # a rejection tells of no calls; an agent's are in its tree
     played.stalls = stage.stalls[stalls:]
     return played
 

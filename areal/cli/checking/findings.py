@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from areal.api.messages import Rejection, Stall
 from areal.api.rejection import RejectReason
@@ -57,6 +58,8 @@ class Report:
     engine: str
     mode: str
     """inline, subproc, or any = both."""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """Those its constructor was given."""
     runs: list[Played] = field(default_factory=list)
     picklable: bool | None = None
     """Whether it can be sent to another process; None = not tried."""

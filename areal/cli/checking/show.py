@@ -101,6 +101,7 @@ def _marked(mark: str, style: str, text: Text) -> RenderableType:
 def _verdict(report: Report) -> Text:
     if report.passed:
         mode = " with rollout.agent.mode=subproc" if report.mode == "subproc" else ""
-        return Text(f'ready to train: trainer.train(workflow="{report.workflow}"){mode}', style="green")
+        kwargs = f", workflow_kwargs={report.arguments}" if report.arguments else ""
+        return Text(f'ready to train: trainer.train(workflow="{report.workflow}"{kwargs}){mode}', style="green")
     count = len(report.findings)
     return Text(f"{count} finding{'s' * (count != 1)}", style="bold red")

@@ -14,6 +14,7 @@ from typing import Any
 
 from areal.cli.checking.findings import Finding
 from areal.infra.blocking_calls import by_method, by_name
+from areal.infra.stack import short_file
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -35,7 +36,7 @@ def read_source(function: Callable[..., Any]) -> list[Finding]:
         if node.name == code.co_name and code.co_firstlineno in (node.lineno, *(d.lineno for d in node.decorator_list)):
             if isinstance(node, ast.FunctionDef):
                 return []
-            return _Reader(tree, owner, _short(code.co_filename)).read(node)
+            return _Reader(tree, owner, short_file(code.co_filename)).read(node)
     return []
 
 
@@ -226,6 +227,3 @@ def _yields(function: Function) -> bool:
 def _shown(call: ast.Call) -> str:
     return f"{ast.unparse(call.func)}(...)"
 
-
-def _short(file: str) -> str:
-    return file.removeprefix(f"{os.getcwd()}{os.sep}")

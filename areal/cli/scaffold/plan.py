@@ -1,5 +1,6 @@
 """Where the files of a new workflow or agent go. Decides everything before a file is touched, and refuses bad names."""
 
+import importlib.util
 import keyword
 import re
 from dataclasses import dataclass
@@ -50,6 +51,7 @@ def make_plan(kind: str, name: str, into: str | None, *, force: bool) -> Plan:
     root = _import_root(directory)
     package = ".".join(directory.resolve().relative_to(root.resolve()).parts)
     module = f"{package}.{name}" if package else name
+    _check_shadow(module.partition(".")[0], root)
     class_name = _class_name(name, what.suffix)
     own = directory / f"{name}.py"
     test = _project_root(root) / "tests" / f"test_{name}_{kind}.py"
@@ -88,6 +90,13 @@ def _check_name(name: str) -> None:
         near = re.sub(r"\W+", "_", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)).lower().strip("_")
         offer = f"; try {near}" if near != name and re.fullmatch(r"[a-z][a-z0-9_]*", near) else ""
         raise ConfigError(f"a name must be a module's, small letters, digits and _, not a keyword, got {name!r}{offer}")
+
+
+def _check_shadow(top: str, root: Path) -> None:
+    """Refuse a new module or package that would hide one which this or other programs import."""
+    is_new = not (root / top).exists() and not (root / f"{top}.py").exists()
+    if is_new and importlib.util.find_spec(top) is not None:
+        raise ConfigError(f"{top!r} is a module of Python or an installed one, which {root / top} would hide; rename it")
 
 
 def _class_name(name: str, suffix: str) -> str:
