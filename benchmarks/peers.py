@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import venv
+from collections.abc import Sequence
 from pathlib import Path
 
 
@@ -15,14 +16,17 @@ def cache_directory() -> Path:
     return Path(base)
 
 
-def peer_environment(name: str, requirements: list[str]) -> Path:
-    """The bin directory of a virtual environment that has `requirements`."""
+def peer_environment(name: str, requirements: list[str], without: Sequence[str] = ()) -> Path:
+    """The bin directory of a virtual environment that has `requirements`, and not what came along and is `without`."""
     place = cache_directory() / "peers" / name
     stamp = place / "installed.txt"
     wanted = "\n".join(requirements)
     if not stamp.exists() or stamp.read_text() != wanted:
         print(f"installing {name}: {' '.join(requirements)}", file=sys.stderr)
         venv.create(place, clear=True, with_pip=True)
-        subprocess.run([place / "bin" / "pip", "install", "-qq", *requirements], check=True)
+        pip = place / "bin" / "pip"
+        subprocess.run([pip, "install", "-qq", *requirements], check=True, stdout=sys.stderr)
+        if without:
+            subprocess.run([pip, "uninstall", "-qq", "-y", *without], check=True, stdout=sys.stderr)
         stamp.write_text(wanted)
     return place / "bin"

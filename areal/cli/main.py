@@ -24,7 +24,9 @@ class Verb:
 
 def _declare_train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", metavar="FILE", help="YAML file with the settings")
-    parser.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help="a setting that wins over the file's")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="KEY=VALUE", help="a setting that wins over the file's"
+    )
 
 
 def _declare_chat(parser: argparse.ArgumentParser) -> None:

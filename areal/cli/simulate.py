@@ -99,5 +99,8 @@ def _plot(predictions: dict[int, Prediction], path: str) -> None:
     idle.plot(etas, [each.engine_idle for each in every], "s-", label="engine")
     idle.set(xlabel="η (versions a sample may be behind)", ylabel="share of the time idle", ylim=(0, 1))
     idle.legend(frameon=False)
-    figure.savefig(path, dpi=120)
+    try:
+        figure.savefig(path, dpi=120)
+    except ValueError as error:  # an ending that it does not know
+        raise ConfigError(f"--plot {path}: {error}") from None
     pyplot.close(figure)

@@ -8,6 +8,7 @@ Shapes: B running sequences, T tokens of a step; the rest as in decoder.py.
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +28,8 @@ CHUNK_FLOPS = 8e10
 """About half a second on two slow cores: what a prompt may add to a step that others wait for."""
 SMALLEST_CHUNK = 256
 """Tokens from which matrix products are efficient."""
+ONE_THREAD_FLOPS = 1e8
+"""Steps smaller than this lose more by waking other threads than these can save."""
 SHORTEST_PREFIX = 64
 """Tokens: to look for less costs more than to compute it again."""
 PREFIX_MEMORY_SHARE = 0.1
@@ -116,13 +119,28 @@ class Runner:
                 self._fetch_beginning(piece)
         order = self._order(ids, positions, pieces)
         attention = CachedAttention(self._cache, order.places, decode_runs(positions, lengths), order.chunks)
-        linear = self._matrices.linear
-        hidden = self._computing.hidden(order.ids, order.positions, attention.attend, linear)
-        logits = self._computing.logits(hidden if order.asked is None else hidden[order.asked], linear)
+        with self._threads(len(order.ids)):
+            logits = self._compute(order, attention)
         for piece in pieces:
             if piece.last:
                 self._settle(piece)
         return logits.float()
+
+    def _compute(self, order: _Order, attention: CachedAttention) -> Tensor:
+        linear = self._matrices.linear
+        hidden = self._computing.hidden(order.ids, order.positions, attention.attend, linear)
+        return self._computing.logits(hidden if order.asked is None else hidden[order.asked], linear)
+
+    @contextmanager
+    def _threads(self, tokens: int) -> Iterator[None]:
+        """One thread for a small step, all of them for another."""
+        before = torch.get_num_threads()
+        small = 2 * tokens * self.decoder.flat.numel() < ONE_THREAD_FLOPS
+        torch.set_num_threads(1 if small else before)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
 
     @torch.inference_mode()
     def move(self, source: int, target: int, length: int) -> None:

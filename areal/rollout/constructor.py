@@ -77,9 +77,9 @@ def _require_complete(target: type, arguments: dict[str, Any]) -> None:
     try:
         inspect.signature(target).bind(**arguments)
     except TypeError as error:
-        remedy = " or set reward_fn in the config" if "reward_fn" in str(error) else ""
+        remedy = ", or set reward_fn in the config" if "reward_fn" in str(error) else ""
         raise WorkflowError(
-            f"{name_of(target)} cannot be constructed: {error}; its arguments are workflow_kwargs{remedy}"
+            f"{name_of(target)} cannot be constructed: {error}; its arguments are given by workflow_kwargs{remedy}"
         ) from None
 
 

@@ -20,12 +20,22 @@ logger = getLogger("trainer")
 
 
 class PolicyUpdate:
-    def __init__(self, engine: TrainingEngine, actor: ActorConfig, reference: TrainingEngine | None, seed: int) -> None:
+    def __init__(
+        self,
+        engine: TrainingEngine,
+        actor: ActorConfig,
+        reference: TrainingEngine | None,
+        seed: int,
+        *,
+        seen_difference: float = 0.0,
+    ) -> None:
+        """`seen_difference`: the largest between engine and trainer that this run met before it was resumed."""
         self._engine = engine
         self._actor = actor
         self._reference = reference
         self._seed = seed
         self._recompute = actor.recompute_logprob is True
+        self._distrust(seen_difference)
 
     def step(self, groups: Sequence[GroupResult]) -> dict[str, float]:
         """Train on a batch of groups; returns figures, averaged over minibatches."""
@@ -43,17 +53,18 @@ class PolicyUpdate:
         return told
 
     def _judge(self, figures: dict[str, float]) -> None:
-        """Turn the summed differences into a mean, and recompute from now on if the sampler's numbers are not ours."""
+        """Turn the summed differences into a mean, and stop trusting the sampler's numbers if they are not ours."""
         checked, summed = figures.pop("checked_tokens", 0.0), figures.pop("sum_logprob_difference", 0.0)
         figures["mean_logprob_difference"] = summed / checked if checked else 0.0
-        largest = figures.get("max_logprob_difference", 0.0)
-        if self._actor.recompute_logprob == "auto" and not self._recompute and largest > SAME_LOGPROB:
+        self._distrust(figures.get("max_logprob_difference", 0.0))
+
+    def _distrust(self, difference: float) -> None:
+        if self._actor.recompute_logprob == "auto" and not self._recompute and difference > SAME_LOGPROB:
             self._recompute = True
             logger.warning(
-                "the engine's log-probs differ from the trainer's by up to %.1e (mean %.1e); they are recomputed from "
-                "now on (actor.recompute_logprob: auto)",
-                largest,
-                figures["mean_logprob_difference"],
+                "the engine's log-probs differ from the trainer's by up to %.1e; they are recomputed from now on "
+                "(actor.recompute_logprob: auto)",
+                difference,
             )
 
     def _train(self, batch: TokenBatch) -> dict[str, float]:

@@ -39,7 +39,13 @@ class TrainingRun:
         self._engine = self._make_engine(plan.model)
         self._step, self._settled, self._account = self._resume()
         reference = self._make_engine(find_model(self._config.ref.path)) if self._config.actor.kl_ctl else None
-        self._update = PolicyUpdate(self._engine, self._config.actor, reference, self._config.seed)
+        self._update = PolicyUpdate(
+            self._engine,
+            self._config.actor,
+            reference,
+            self._config.seed,
+            seen_difference=self._account.max_logprob_difference,
+        )
         self._training: list[tuple[float, float]] = []
 
     def execute(self) -> TrainResult:

@@ -227,6 +227,30 @@ def test_episode_that_yields_nothing_is_told_with_its_remedy(check: Check, body:
     assert remedy in report["findings"][0]["remedy"]
 
 
+def test_coroutine_that_only_the_run_shows_to_be_dropped_is_found_once(check: Check) -> None:
+    text = "class Base:\n    async def note(self):\n        return 1\n\n"
+    body = "self.note()\nasyncio.sleep(0)\nawait ask(data, keys)\nreturn 1.0"
+    code, report = check(text + agent(body).replace("Agent", "Agent(Base)"), "--mode", "inline")
+    assert code == 1
+    line = len(HEAD.splitlines()) + 7
+    assert sorted((finding["where"], finding["what"]) for finding in report["findings"]) == [
+        (f"episodes.py:{line}", "Base.note(...) is never awaited, so it never runs"),
+        (f"episodes.py:{line + 1}", "asyncio.sleep(...) is never awaited, so it never runs"),
+    ]
+
+
+def test_calls_of_rejected_episodes_are_counted(check: Check) -> None:
+    _, report = check(agent("await ask(data, keys)\nreturn float('nan')"), "--mode", "inline")
+    assert (report["runs"][0]["accepted"], report["runs"][0]["calls"]) == (0, 1)
+
+
+def test_verdict_shows_how_to_train_with_the_same_arguments(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    write(GOOD.replace("    async def", "    def __init__(self, tries):\n        pass\n\n    async def", 1))
+    words = "check episodes.Agent tries=3 --data tasks.jsonl --engine fake --n 1 --mode inline"
+    assert main(words.split()) == 0
+    assert "train(workflow=\"episodes.Agent\", workflow_kwargs={'tries': 3})" in capsys.readouterr().out
+
+
 def test_forks_are_counted(check: Check) -> None:
     _, report = check(agent("await ask(data, keys)\nawait ask(data, keys)\nreturn 1.0"), "--mode", "inline")
     assert report["runs"][0]["forks"] == 1

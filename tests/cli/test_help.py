@@ -37,6 +37,16 @@ def test_help_names_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
         assert verb.summary in shown
 
 
+def test_help_fits_a_narrow_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ending("--help") == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
+def test_only_missing_words_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ending("check") == 2
+    assert capsys.readouterr().err.endswith("required: WORKFLOW\n")
+
+
 def test_help_of_a_verb_shows_its_words_and_an_example(capsys: pytest.CaptureFixture[str]) -> None:
     assert ending("train", "--help") == 0
     shown = capsys.readouterr().out

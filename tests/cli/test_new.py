@@ -129,6 +129,15 @@ def test_bad_name_is_refused_with_a_better_one(
     assert list(project.iterdir()) == []
 
 
+@pytest.mark.parametrize("words", [["json"], ["numpy"], ["search", "--into", "email"]])
+def test_module_that_would_hide_another_is_refused(
+    project: Path, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["new", "agent", *words]) == 2
+    assert "would hide; rename it" in capsys.readouterr().err
+    assert list(project.iterdir()) == []
+
+
 def test_package_that_cannot_be_read_is_left_alone(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (project / "mypkg").mkdir()
     (project / "mypkg/__init__.py").write_text("from x import (\n")

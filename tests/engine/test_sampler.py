@@ -148,7 +148,15 @@ def large_vocabulary(rows: int = 64, size: int = 8192) -> Tensor:
 
 def test_limits_of_a_large_vocabulary_are_those_of_sorting_it_all(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = large_vocabulary()
-    limits = [(1.0, 1.0, 0), (1.0, 0.9, 0), (0.7, 1.0, 40), (1.0, 0.3, 600), (1.0, 1.0, 1), (1.5, 0.999, 0), (1.0, 0.5, 7)]
+    limits = [
+        (1.0, 1.0, 0),
+        (1.0, 0.9, 0),
+        (0.7, 1.0, 40),
+        (1.0, 0.3, 600),
+        (1.0, 1.0, 1),
+        (1.5, 0.999, 0),
+        (1.0, 0.5, 7),
+    ]
     rows = [(*limits[row % len(limits)], row) for row in range(len(logits))]
     probs = (logits / torch.tensor([row[0] for row in rows])[:, None]).softmax(-1)
     choices = Choices.of(rows)

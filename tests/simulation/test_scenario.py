@@ -93,6 +93,16 @@ def test_the_verb_prints_one_json_object(capsys: pytest.CaptureFixture[str]) -> 
     assert told["eta_2"]["seconds"] < told["eta_0"]["seconds"]
 
 
-def test_the_verb_refuses_what_means_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", "--latency", "lognormal:", "--engines", "0"]) != 0
-    assert "--engines must be >= 1, got 0" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("lognormal: --engines 0", "--engines must be >= 1, got 0"),
+        ("lognormal:mean=nan", "needs mean > 0"),
+        ("lognormal:sigma=inf", "sigma >= 0"),
+        ("lognormal: --save nowhere/trace.json", "there is no directory 'nowhere'"),
+        ("lognormal: --plot nowhere/plot.png", "there is no directory 'nowhere'"),
+    ],
+)
+def test_the_verb_refuses_what_means_nothing(words: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--latency", *words.split()]) == 2
+    assert told in capsys.readouterr().err

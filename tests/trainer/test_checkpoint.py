@@ -13,7 +13,7 @@ from areal.engine.training import TrainingEngine
 from areal.trainer.checkpoint import load_checkpoint, save_checkpoint
 from areal.trainer.policy import PolicyUpdate
 
-ACTOR = ActorConfig(ppo_n_minibatches=2)
+ACTOR = ActorConfig(ppo_n_minibatches=2, recompute_logprob=False)
 
 
 def train(engine: TrainingEngine, steps: range) -> None:

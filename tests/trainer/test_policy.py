@@ -113,6 +113,12 @@ def test_auto_trusts_the_sampler_until_its_numbers_are_seen_to_differ() -> None:
     assert not torch.allclose(trusted, distrusted, atol=1e-3)
 
 
+def test_a_resumed_run_remembers_what_it_saw_of_the_sampler() -> None:
+    engine = make_engine(gradient_clipping=0)
+    PolicyUpdate(engine, ActorConfig(), None, seed=1, seen_difference=0.01).step(make_batch())
+    torch.testing.assert_close(engine.flat_grad, gradient_of(on_policy(make_batch())), atol=1e-6, rtol=0)
+
+
 def test_a_later_minibatch_sees_changed_weights_and_is_not_compared() -> None:
     groups = on_policy(make_batch(groups=8))
     figures = update(groups, make_engine(warmup_steps=0, lr=0.1), ppo_n_minibatches=4)

@@ -6,7 +6,6 @@ tell for sure it leaves to the episodes that are played afterwards.
 
 import ast
 import inspect
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -226,4 +225,3 @@ def _yields(function: Function) -> bool:
 
 def _shown(call: ast.Call) -> str:
     return f"{ast.unparse(call.func)}(...)"
-

@@ -40,4 +40,5 @@ def _finding(warning: warnings.WarningMessage) -> Finding | None:
 
 def _is_same(finding: Finding, other: Finding) -> bool:
     """A reader of the source writes `self.ask(...)` where the coroutine is called `Base.ask`."""
-    return finding.where == other.where or finding.what.rpartition(".")[2] in other.what
+    method = finding.what.partition("(")[0].rpartition(".")[2]
+    return finding.where == other.where or f"{method}(...) is never awaited" in other.what
