@@ -61,7 +61,8 @@ def _table(args: argparse.Namespace, predictions: dict[int, Prediction]) -> Tabl
         box=SIMPLE_HEAD,
         collapse_padding=True,
         pad_edge=False,
-        title=f"{args.steps} steps of {args.batch_size} × {args.n_samples} episodes, {args.max_concurrent_rollouts} at once,\n"
+        title=f"{args.steps} steps of {args.batch_size} × {args.n_samples} episodes, "
+        f"{args.max_concurrent_rollouts} at once,\n"
         f"engines: {args.engines}, trainers: {args.trainers}, workers: {args.workers}",
         caption="predicted: the real admission and staleness code on a virtual clock",
     )

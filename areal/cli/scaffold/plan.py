@@ -96,9 +96,7 @@ def _check_shadow(top: str, root: Path) -> None:
     """Refuse a new module or package that would hide one which this or other programs import."""
     is_new = not (root / top).exists() and not (root / f"{top}.py").exists()
     if is_new and importlib.util.find_spec(top) is not None:
-        raise ConfigError(
-            f"{top!r} is a module of Python or an installed one, which {root / top} would hide; rename it"
-        )
+        raise ConfigError(f"{top!r} is a module of Python or an installed one, which a new one would hide; rename it")
 
 
 def _class_name(name: str, suffix: str) -> str:
