@@ -1,9 +1,9 @@
 """Tokens per second of the embedded engine beside what one would run instead, on the same machine and weights.
 
-Two models: the built-in one and SmolLM2-135M in float32. Requests with random prompts join together, sampled at temperature 1
-until a fixed length: 1, 8, 32 and 128 at once, and a group of 8 that shares a 512-token prompt. Peers are asked for
-tokens only; ours always computes log-probs too. Each engine is a process of its own per model, one after the other, and the best of
-a case's repeats counts. A peer that cannot run is reported with its reason.
+Two models: the built-in one and SmolLM2-135M in float32. Requests with random prompts join together, sampled at
+temperature 1 until a fixed length: 1, 8, 32 and 128 at once, and a group of 8 that shares a 512-token prompt. Peers are
+asked for tokens only; ours always computes log-probs too. Each engine is a process of its own per model, one after the
+other, and the best of a case's repeats counts. A peer that cannot run is reported with its reason.
 """
 
 import argparse
@@ -76,11 +76,10 @@ GENERATORS = {
 }
 
 
-def case(
-    concurrency: int, prompt: int, new: int, repeats: int, *, name: str = "", alike: bool = False
-) -> dict[str, Any]:
-    name = name or str(concurrency)
-    return {"name": name, "concurrency": concurrency, "prompt": prompt, "new": new, "repeats": repeats, "alike": alike}
+def case(concurrency: int, prompt: int, new: int, repeats: int, name: str | None = None) -> dict[str, Any]:
+    """One that has a name has equal prompts."""
+    figures = {"concurrency": concurrency, "prompt": prompt, "new": new, "repeats": repeats}
+    return figures | {"name": name or str(concurrency), "alike": name is not None}
 
 
 CASES = {
@@ -90,7 +89,7 @@ CASES = {
         case(8, 64, 64, 1),
         case(32, 64, 64, 1),
         case(128, 64, 16, 1),
-        case(8, 512, 64, 1, name=SHARED, alike=True),
+        case(8, 512, 64, 1, SHARED),
     ],
 }
 
@@ -214,9 +213,7 @@ def run(peers: list[str], models: list[str]) -> tuple[dict[str, Any], list[Aim]]
 
 def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument(
-        "--peers", default="transformers,vllm,llama", help="comma-separated; the default is all of them"
-    )
+    parser.add_argument("--peers", default="transformers,vllm,llama", help="comma-separated; all unless said")
     parser.add_argument("--models", default=",".join(MODELS), help="tiny, 135m or both")
     return parser
 

@@ -26,7 +26,7 @@ class Aim:
 def main(
     doc: str, run: Callable[[], tuple[dict[str, Any], list[Aim]]], parser: argparse.ArgumentParser | None = None
 ) -> None:
-    """Run a benchmark and print its report; `--json` leaves out the lines for people. `parser` knows its own options."""
+    """Run a benchmark and print its report; `--json` leaves out the lines for people. `parser` has its own options."""
     parser = parser or argparse.ArgumentParser(description=doc.split("\n")[0])
     parser.add_argument("--json", action="store_true", help="print nothing but the JSON object on standard output")
     quiet = parser.parse_args().json

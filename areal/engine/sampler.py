@@ -13,7 +13,6 @@ from torch import Tensor
 
 from areal.api.messages import Array
 
-
 CANDIDATES = 512
 """top_p and top_k look at this many of the likeliest before they sort the whole vocabulary."""
 BLOCK = 256

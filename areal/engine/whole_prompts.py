@@ -1,4 +1,4 @@
-"""Drive a runner that only takes whole prompts as if it took them in pieces: there is one piece, and nothing is remembered."""
+"""Drive a runner that takes whole prompts only: a prompt has one piece, and nothing is remembered."""
 
 import sys
 from collections.abc import Sequence

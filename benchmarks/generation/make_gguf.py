@@ -1,4 +1,4 @@
-"""A float32 GGUF file for llama.cpp: `make_gguf.py requantised SOURCE.gguf TARGET` or `make_gguf.py qwen3 MODEL_DIR TARGET`.
+"""A float32 file for llama.cpp: `make_gguf.py requantised SOURCE.gguf TARGET` or `make_gguf.py qwen3 DIRECTORY TARGET`.
 
 Runs in an environment with gguf, torch and transformers.
 """

@@ -4,16 +4,16 @@ from typing import Any
 
 import torch
 from job import measure, read_job
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
+
+PAGE = 32
+BATCH_TOKENS = 512
 
 
 def main() -> None:
     job = read_job()
     torch.set_num_threads(job["threads"])
-    attention = "paged|sdpa" if job["continuous"] else "sdpa"
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        job["model"], dtype=torch.float32, attn_implementation=attention
-    ).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32).eval()
 
     def settings(new: int) -> GenerationConfig:
         sampled = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
@@ -27,9 +27,14 @@ def main() -> None:
         return int(out[:, ids.shape[1] :].numel())
 
     def continuous(prompts: list[list[int]], new: int) -> int:
-        outputs = model.generate_batch(inputs=prompts, generation_config=settings(new), progress_bar=False)
+        outputs = model.generate_batch(
+            prompts, settings(new), continuous_batching_config=limits, persistent_manager=True, max_new_tokens=new
+        )
         return sum(len(output.generated_tokens) for output in outputs.values())
 
+    # Left to itself it takes most of the memory for its cache.
+    pages = max(one["concurrency"] * (2 + (one["prompt"] + one["new"]) // PAGE) for one in job["cases"])
+    limits = ContinuousBatchingConfig(page_size=PAGE, num_blocks=pages + 8, max_batch_tokens=BATCH_TOKENS)
     measure(job, continuous if job["continuous"] else batch)
 
 
