@@ -49,6 +49,16 @@ class Generator:
     settings: dict[str, Any]
     environment: dict[str, str]
     models: tuple[str, ...] = ("tiny", "135m")
+    cases: tuple[str, ...] | None = None
+    """None = all."""
+    repeats: int | None = None
+    """None = as many as the case says."""
+
+    def asked(self, model: str, quick: bool) -> list[dict[str, Any]]:
+        cases = [one for one in CASES[model] if self.cases is None or one["name"] in self.cases]
+        if quick:
+            return [one | {"repeats": 1, "new": 8} for one in cases if one["concurrency"] <= 8]
+        return [one | {"repeats": self.repeats or one["repeats"]} for one in cases]
 
 
 def here() -> Path:
@@ -67,9 +77,12 @@ def llama_python() -> Path:
 
 GENERATORS = {
     "ours": Generator("ours.py", here, {"sharing": True}, QUIET),
-    "ours without sharing": Generator("ours.py", here, {"sharing": False}, QUIET, ("135m",)),
+    "ours without sharing": Generator("ours.py", here, {"sharing": False}, QUIET, ("135m",), (SHARED,)),
     "transformers": Generator("transformers_generate.py", here, {"continuous": False}, {}),
-    "transformers continuous": Generator("transformers_generate.py", converter_python, {"continuous": True}, {}),
+    # So slow that more of it would cost more time than all others together.
+    "transformers continuous": Generator(
+        "transformers_generate.py", converter_python, {"continuous": True}, {}, cases=("1", "8", "32"), repeats=1
+    ),
     "vllm": Generator("vllm_cpu.py", vllm_python, {"compiled": False}, VLLM),
     "vllm compiled": Generator("vllm_cpu.py", vllm_python, {"compiled": True}, VLLM, ("135m",)),
     "llama": Generator("llama_cpp.py", llama_python, {}, {}),
@@ -120,7 +133,7 @@ def run_script(name: str, python: Path, job: dict[str, Any], environment: dict[s
     return {"failed": reasons[-1] if reasons else f"exit code {done.returncode}"}
 
 
-def measure(generators: list[str], models: list[str]) -> dict[str, dict[str, Any]]:
+def measure(generators: list[str], models: list[str], quick: bool) -> dict[str, dict[str, Any]]:
     """What each found, by model and generator."""
     results: dict[str, dict[str, Any]] = {}
     for model in models:
@@ -130,7 +143,7 @@ def measure(generators: list[str], models: list[str]) -> dict[str, dict[str, Any
             generator = GENERATORS[name]
             if model not in generator.models:
                 continue
-            cases = [one for one in CASES[model] if generator.settings.get("sharing", True) or one["alike"]]
+            cases = generator.asked(model, quick)
             job = generator.settings | {
                 "model": str(directory),
                 "gguf": str(gguf_of(model, directory)) if generator.script == "llama_cpp.py" else "",
@@ -203,10 +216,10 @@ def shares(results: dict[str, dict[str, Any]], limits: dict[str, float]) -> dict
     return found
 
 
-def run(peers: list[str], models: list[str]) -> tuple[dict[str, Any], list[Aim]]:
+def run(peers: list[str], models: list[str], quick: bool) -> tuple[dict[str, Any], list[Aim]]:
     limits = run_script("limits.py", here(), {"threads": CORES}, {})
     chosen = [name for name in GENERATORS if name.split()[0] in ("ours", *peers)]
-    results = measure(chosen, models)
+    results = measure(chosen, models, quick)
     figures = {"limits": limits, "tokens": results, "shares": shares(results, limits)}
     return figures, aims(results)
 
@@ -215,10 +228,11 @@ def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--peers", default="transformers,vllm,llama", help="comma-separated; all unless said")
     parser.add_argument("--models", default=",".join(MODELS), help="tiny, 135m or both")
+    parser.add_argument("--quick", action="store_true", help="a few tokens of each, to see that all of them run")
     return parser
 
 
 if __name__ == "__main__":
     parser = options()
     asked = parser.parse_known_args()[0]
-    main(__doc__ or "", lambda: run(asked.peers.split(","), asked.models.split(",")), parser)
+    main(__doc__ or "", lambda: run(asked.peers.split(","), asked.models.split(","), asked.quick), parser)

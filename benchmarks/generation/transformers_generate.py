@@ -27,9 +27,7 @@ def main() -> None:
         return int(out[:, ids.shape[1] :].numel())
 
     def continuous(prompts: list[list[int]], new: int) -> int:
-        outputs = model.generate_batch(
-            prompts, settings(new), continuous_batching_config=limits, persistent_manager=True, max_new_tokens=new
-        )
+        outputs = model.generate_batch(prompts, settings(new), continuous_batching_config=limits)
         return sum(len(output.generated_tokens) for output in outputs.values())
 
     # Left to itself it takes most of the memory for its cache.

@@ -41,7 +41,7 @@ def ending(server: subprocess.Popen[str], number: int) -> tuple[int, str]:
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[str]:
+def served(tiny_math: Path) -> Iterator[str]:
     server = start("--model", "builtin:tiny-math", "--api-key", KEY)
     try:
         yield url_of(server)

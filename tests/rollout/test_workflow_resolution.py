@@ -197,7 +197,7 @@ def test_empty_strings_for_reward_and_tokenizer_leave_them_to_the_config():
 
 
 def test_missing_reward_is_refused_with_both_remedies():
-    with pytest.raises(WorkflowError, match=r"'reward_fn'.*workflow_kwargs or set reward_fn in the config"):
+    with pytest.raises(WorkflowError, match=r"'reward_fn'.*workflow_kwargs, or set reward_fn in the config"):
         loaded(Episode)
 
 
