@@ -33,6 +33,9 @@ from areal.utils.logging import getLogger
 
 logger = getLogger("engine")
 
+SMALL_WEIGHTS = 1 << 22
+"""Fewer parameters than these are checked sooner than a thread would begin to."""
+
 
 class EmbeddedEngine:
     """Implements `InferenceEngine` on a model in this process."""
@@ -58,7 +61,7 @@ class EmbeddedEngine:
         self._grammars = GrammarCompiler(tokenizer, runner.vocab_size)
         self.tokens_generated = 0
         self.swap_seconds = 0.0
-        """How long the last change of weights stopped generation, apart from what is then computed again."""
+        """How long the last change of weights held up generation: the copy, and the step that follows it."""
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
         sequence = await self._admit(req)
@@ -79,8 +82,12 @@ class EmbeddedEngine:
     async def update_weights(self, update: WeightUpdate) -> None:
         """Check the new weights while generation goes on, then copy them between two steps."""
         self._check_alive()
-        published = await asyncio.to_thread(self._published.read, update, self._runner.flat.numel())
-        self._check_alive()
+        size = self._runner.flat.numel()
+        if size < SMALL_WEIGHTS:
+            published = self._published.read(update, size)
+        else:
+            published = await asyncio.to_thread(self._published.read, update, size)
+            self._check_alive()
         started = time.monotonic()
         for sequence in self._rows.sequences:
             sequence.settle(self._version)
@@ -89,7 +96,6 @@ class EmbeddedEngine:
         self._digests[update.version] = update.digest
         self._cache_is_stale = True
         self.swap_seconds = time.monotonic() - started
-        logger.debug(f"weights of version {update.version} swapped in {self.swap_seconds:.3f} s")
 
     async def pause(self) -> None:
         self._check_alive()
@@ -158,7 +164,8 @@ class EmbeddedEngine:
         """One token for every running sequence and for those whose prompts are complete now."""
         started, before = time.monotonic(), self.tokens_generated
         self._remove_ended()
-        if self._cache_is_stale:
+        swapped = self._cache_is_stale
+        if swapped:
             self._admission.begin_again(self._rows.clear())
             self._cache_is_stale = False
         first = len(self._rows)
@@ -173,8 +180,15 @@ class EmbeddedEngine:
             self._draw(logits)
         if not self._rows and not self._admission:
             self._work.clear()
+        ended = time.monotonic()
+        if swapped:
+            self._tell_swap(ended - started)
         if self.tokens_generated > before:
-            self._activity.note(started, time.monotonic())
+            self._activity.note(started, ended)
+
+    def _tell_swap(self, step_seconds: float) -> None:
+        logger.debug(f"version {self._version}: copied in {self.swap_seconds:.3f} s, first step {step_seconds:.3f} s")
+        self.swap_seconds += step_seconds
 
     def _draw(self, logits: torch.Tensor) -> None:
         """One token for each running sequence; those that end get their answer."""

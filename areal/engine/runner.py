@@ -189,29 +189,31 @@ class Runner:
         batch = len(ids)
         if not pieces:
             return _Order(ids, positions, self._cache.places(slice(0, batch), positions), [], None)
-        ranked = sorted(range(len(pieces)), key=lambda i: (pieces[i].start, pieces[i].end))
-        all_ids, all_positions, all_rows = [ids], [positions], [torch.arange(batch)]
+        new_ids: list[int] = []
+        new_positions: list[int] = []
+        rows: list[int] = [*range(batch)]
         chunks: list[Chunk] = []
         ends = [0] * len(pieces)
-        at = batch
-        for i in ranked:
-            piece = pieces[i]
-            row = _row(piece)
-            span = torch.arange(piece.start, piece.end)
-            all_ids.append(torch.tensor(piece.ids[piece.start : piece.end]))
-            all_positions.append(span)
-            all_rows.append(torch.full_like(span, row))
+        for i in sorted(range(len(pieces)), key=lambda i: (pieces[i].start, pieces[i].end)):
+            piece, row = pieces[i], _row(pieces[i])
+            new_ids += piece.ids[piece.start : piece.end]
+            new_positions += range(piece.start, piece.end)
+            rows += [row] * (piece.end - piece.start)
+            ends[i] = len(rows) - 1
             chunk = Chunk(row, piece.start, piece.end)
             if chunks and chunks[-1].joins(chunk):
                 chunks[-1].count += 1
             else:
                 chunks.append(chunk)
-            at += len(span)
-            ends[i] = at - 1
         asked = [*range(batch), *(end for end, piece in zip(ends, pieces, strict=True) if piece.last)]
-        places = torch.cat(all_positions)
-        homes = self._cache.places(torch.cat(all_rows), places)
-        return _Order(torch.cat(all_ids), places, homes, chunks, torch.tensor(asked, dtype=torch.int64))
+        at = torch.cat((positions, torch.tensor(new_positions)))
+        return _Order(
+            torch.cat((ids, torch.tensor(new_ids))),
+            at,
+            self._cache.places(torch.tensor(rows), at),
+            chunks,
+            torch.tensor(asked, dtype=torch.int64),
+        )
 
 
 def _row(piece: Piece) -> int:

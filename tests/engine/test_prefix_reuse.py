@@ -12,7 +12,7 @@ from tiny_models import TINY, training_engine
 
 from areal.api.io_struct import ModelRequest, ModelResponse
 from areal.config.generation import GenerationHyperparameters
-from areal.engine import matrices
+from areal.engine import embedded, matrices
 from areal.engine import runner as runner_module
 from areal.engine.cached_attention import decode_runs
 from areal.engine.embedded import EmbeddedEngine
@@ -192,3 +192,24 @@ def test_bfloat16_is_close_and_follows_the_weights() -> None:
     logits = [runner.decode([5], [4]).log_softmax(-1) for runner in (exact, rough)]
     assert logits[1].dtype == torch.float32
     assert (logits[0] - logits[1]).abs().max() < 0.3
+
+
+async def test_weights_checked_in_a_thread_are_swapped_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedded, "SMALL_WEIGHTS", 0)
+    trainer = training_engine()
+    engine = EmbeddedEngine(Runner(training_engine().decoder))
+    running = asyncio.create_task(engine.agenerate(ask([1, 2, 3], new=2000)))
+    await asyncio.sleep(0)
+    trainer.flat.detach().mul_(1.1)
+    trainer.version = 1
+    await engine.update_weights(trainer.publish())
+    answer = await running
+    assert answer.output_versions == sorted(answer.output_versions)
+    assert answer.output_versions[-1] == 1
+    assert engine.swap_seconds > 0
+    at = answer.output_versions.index(1)
+    head = answer.input_tokens + answer.output_tokens[:at]
+    tail = ModelResponse(head, answer.output_tokens[at:], answer.output_logprobs[at:], [1] * (2000 - at), "length")
+    assert_exact(trainer, [tail])
+    await engine.aclose()
+    trainer.close()
