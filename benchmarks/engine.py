@@ -19,6 +19,7 @@ from typing import Any
 from areal.engine.architecture import read_architecture
 from areal.engine.decoder import parameter_count
 from areal.engine.models import find_model
+from areal.utils.threads import OPENMP
 from benchmarks.peers import peer_environment
 from benchmarks.report import Aim, main
 from benchmarks.smollm2 import converter_python, smollm2, smollm2_gguf, tiny_gguf
@@ -36,8 +37,6 @@ VLLM = {
     "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
-QUIET = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0"}
-"""What our own processes are started with."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +75,8 @@ def llama_python() -> Path:
 
 
 GENERATORS = {
-    "ours": Generator("ours.py", here, {"sharing": True}, QUIET),
-    "ours without sharing": Generator("ours.py", here, {"sharing": False}, QUIET, ("135m",), (SHARED,)),
+    "ours": Generator("ours.py", here, {"sharing": True}, OPENMP),
+    "ours without sharing": Generator("ours.py", here, {"sharing": False}, OPENMP, ("135m",), (SHARED,)),
     "transformers": Generator("transformers_generate.py", here, {"continuous": False}, {}),
     # So slow that more of it would cost more time than all others together.
     "transformers continuous": Generator(

@@ -1,7 +1,8 @@
 """Attention of a step: running sequences over their cache rows, pieces of prompts over what precedes them.
 
 Neighbouring rows are read together up to the longest of them, but only where that costs less than another call: one
-long conversation must not make everybody read its length.
+long conversation must not make everybody read its length. What several rows begin with is read once, from one of them;
+then each reads the rest of its own row, and the two parts are joined by their weights.
 Shapes as in decoder.py; G queries share a key-value head.
 """
 
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from areal.engine.kv_cache import KeyValueCache
+from areal.engine.shared_rows import SharedStart
 
 CALL_POSITIONS = 128
 """A call costs about as much as reading this many positions of a row."""
@@ -20,13 +22,14 @@ CALL_POSITIONS = 128
 
 @dataclass
 class Run:
-    """Neighbouring rows whose caches are read up to `length`."""
+    """Neighbouring rows whose caches are read from `start` up to `length`."""
 
     first: int
     end: int
     length: int
+    start: int = 0
     mask: Tensor | None = None
-    """[rows,1,1,length], 0 or -inf; None = all are that long."""
+    """[rows,1,1,length-start], 0 or -inf; None = all are that long."""
 
 
 @dataclass
@@ -61,34 +64,74 @@ class Chunk:
 class CachedAttention:
     """Attention of one step; `places` says where the tokens' keys and values go in the cache."""
 
-    def __init__(self, cache: KeyValueCache, places: Tensor, runs: list[Run], chunks: list[Chunk]) -> None:
+    def __init__(
+        self,
+        cache: KeyValueCache,
+        places: Tensor,
+        runs: list[Run],
+        chunks: list[Chunk],
+        shared: Sequence[SharedStart] = (),
+    ) -> None:
+        """`runs` leave out the positions that `shared` covers."""
         self._cache, self._places = cache, places
         dtype = cache.data.dtype
         for run in runs:
             run.mask = None if run.mask is None else run.mask.to(dtype)
-        self._runs = [(run, cache.read(run.first, run.end, run.length)) for run in runs]
+        self._runs = [(run, cache.read(run.first, run.end, run.length, run.start)) for run in runs]
         self._chunks = [(chunk, chunk.mask(dtype), chunk.past(cache)) for chunk in chunks]
+        self._shared = [
+            (torch.tensor(start.rows), cache.read(start.rows[0], start.rows[0] + 1, start.length)) for start in shared
+        ]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         new = torch.cat((k, v), dim=1)
         self._cache.flat[layer].index_copy_(0, self._places, new.view(-1, new.shape[2]))
         outputs, at = [], 0
-        for run, caches in self._runs:
-            outputs.append(_decode(q[run.first : run.end], *caches[layer], run.mask))
-            at = run.end
+        if self._runs:
+            outputs.append(self._decode(layer, q))
+            at = len(outputs[0])
         for chunk, mask, past in self._chunks:
             part = slice(at, at + chunk.tokens)
             known = (k[part], v[part]) if past is None else past[layer]
             outputs.append(_prefill(chunk.count, q[part], *known, mask))
             at = part.stop
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return _joined(outputs)
+
+    def _decode(self, layer: int, q: Tensor) -> Tensor:
+        """[B,H,E]: the running sequences come first."""
+        parts = [_attention(q[run.first : run.end], *caches[layer], run.mask) for run, caches in self._runs]
+        mixed = _joined([part for part, _ in parts])
+        if self._shared:
+            weights = _joined([weight for _, weight in parts])
+            for rows, caches in self._shared:
+                _join_start(mixed, weights, rows, q[rows], *caches[layer])
+        return mixed
 
 
-def _decode(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+def _attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """[rows,H,E], and the logarithm [rows,H] of the sum of the exponentials that it was divided by."""
     rows, heads, _, size = keys.shape
-    # The queries that share a key-value head stand as rows of one product.
-    mixed = F.scaled_dot_product_attention(q.view(rows, heads, -1, size), keys, values, attn_mask=mask)
-    return mixed.flatten(1, 2)
+    # The queries that share a key-value head stand as rows of one product. This is what scaled_dot_product_attention
+    # calls on a processor; it does not hand out the second result.
+    mixed, weight = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q.view(rows, heads, -1, size), keys, values, attn_mask=mask
+    )
+    return mixed.flatten(1, 2), weight.flatten(1, 2)
+
+
+def _join_start(mixed: Tensor, weights: Tensor, rows: Tensor, q: Tensor, keys: Tensor, values: Tensor) -> None:
+    """Let `rows` of `mixed`, which saw only their own positions, have seen these keys [1,K,L,E] too."""
+    heads, size = keys.shape[1], keys.shape[3]
+    by_head = q.unflatten(1, (heads, -1)).transpose(0, 1)  # K, rows, G, E
+    start, weight = _attention(by_head.reshape(1, -1, size), keys, values, None)
+    start = start.view(by_head.shape).transpose(0, 1).flatten(1, 2)
+    weight = weight.view(by_head.shape[:3]).transpose(0, 1).flatten(1, 2)
+    share = (weight - weights[rows]).sigmoid_().unsqueeze(-1).to(mixed.dtype)
+    mixed[rows] = torch.lerp(mixed[rows], start, share)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _prefill(count: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -100,31 +143,37 @@ def _prefill(count: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -
     return mixed.transpose(1, 2).flatten(0, 1)
 
 
-def decode_runs(positions: Tensor, lengths: Sequence[int]) -> list[Run]:
-    """Rows cut where reading them apart is cheaper."""
+def decode_runs(positions: Tensor, lengths: Sequence[int], shared: Sequence[SharedStart] = ()) -> list[Run]:
+    """Rows cut where reading them apart is cheaper; what is shared is left out."""
+    starts = [0] * len(lengths)
+    for one in shared:
+        for row in one.rows:
+            starts[row] = one.length
     runs = []
-    for first, end, length in _cuts(lengths):
-        run = Run(first, end, length)
+    for first, end, length in _cuts(lengths, starts):
+        run = Run(first, end, length, starts[first])
         if min(lengths[first:end]) < length:
-            later = torch.arange(length) > positions[first:end, None]
-            run.mask = torch.zeros(end - first, length).masked_fill_(later, -torch.inf)[:, None, None]
+            later = torch.arange(run.start, length) > positions[first:end, None]
+            run.mask = torch.zeros(later.shape).masked_fill_(later, -torch.inf)[:, None, None]
         runs.append(run)
     return runs
 
 
-def _cuts(lengths: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(first row, end, longest) of each run."""
+def _cuts(lengths: Sequence[int], starts: Sequence[int]) -> list[tuple[int, int, int]]:
+    """(first row, end, longest) of each run; the rows of one have the same start."""
     if not lengths:
         return []
-    longest = max(lengths)
-    if len(lengths) * longest - sum(lengths) <= CALL_POSITIONS:
-        return [(0, len(lengths), longest)]
+    alike = not any(starts)
+    if alike and len(lengths) * max(lengths) - sum(lengths) <= CALL_POSITIONS:
+        return [(0, len(lengths), max(lengths))]
     cuts, first, longest = [], 0, lengths[0]
     for row in range(1, len(lengths)):
-        together = max(longest, lengths[row]) * (row + 1 - first)
-        if together > longest * (row - first) + CALL_POSITIONS + lengths[row]:
+        start, length = starts[row], lengths[row]
+        together = (max(longest, length) - start) * (row + 1 - first)
+        apart = (longest - start) * (row - first) + CALL_POSITIONS + length - start
+        if start != starts[first] or together > apart:
             cuts.append((first, row, longest))
-            first, longest = row, lengths[row]
+            first, longest = row, length
         else:
-            longest = max(longest, lengths[row])
+            longest = max(longest, length)
     return [*cuts, (first, len(lengths), longest)]

@@ -37,9 +37,9 @@ class KeyValueCache:
         """Where keys, then values, of tokens go, as indices [T*2K] of `flat`."""
         return (self._starts[rows] + positions[:, None]).flatten()
 
-    def read(self, first: int, end: int, length: int) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values [rows,K,length,E] of neighbouring rows, for each layer."""
-        layers = self.data[:, first:end, :, :length].unbind(0)
+    def read(self, first: int, end: int, length: int, start: int = 0) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values [rows,K,length-start,E] of neighbouring rows, for each layer."""
+        layers = self.data[:, first:end, :, start:length].unbind(0)
         return [layer.split(self.heads, dim=1) for layer in layers]  # type: ignore[misc]
 
     def copy(self, source: int, targets: Sequence[int], length: int) -> None:

@@ -21,6 +21,7 @@ from areal.engine.kv_cache import STAGE, KeyValueCache
 from areal.engine.matrices import Matrices
 from areal.engine.model_runner import Piece
 from areal.engine.prefix_tree import TOKEN_DIM, PrefixTree
+from areal.engine.shared_rows import SharedRows
 
 PASS_TOKENS = 16384
 """Prompt tokens computed at once: bounds memory when many requests join together."""
@@ -59,7 +60,7 @@ class Runner:
     def __init__(
         self, decoder: Decoder, *, dtype: torch.dtype = torch.float32, prefix_bytes: int | None = None
     ) -> None:
-        """Compute in `dtype`; remembered prefixes take at most `prefix_bytes` (None = a tenth of the memory)."""
+        """Compute in `dtype`; remembered prefixes take `prefix_bytes` at most (None = a tenth of memory, 0 = none shared)."""
         self.decoder = decoder
         a = self._architecture = decoder.architecture
         self._computing = decoder if dtype == decoder.flat.dtype else Decoder(a, decoder.flat.to(dtype))
@@ -68,6 +69,7 @@ class Runner:
         if prefix_bytes is None:
             prefix_bytes = int(PREFIX_MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
         self._prefixes = PrefixTree(prefix_bytes)
+        self._shared = SharedRows(SHORTEST_PREFIX)
         self._seen_version = -1
         size = decoder.flat.numel()
         self.chunk_tokens = int(min(max(CHUNK_FLOPS / (2 * size), SMALLEST_CHUNK), PASS_TOKENS))
@@ -118,7 +120,9 @@ class Runner:
             if piece.start:
                 self._fetch_beginning(piece)
         order = self._order(ids, positions, pieces)
-        attention = CachedAttention(self._cache, order.places, decode_runs(positions, lengths), order.chunks)
+        shared = self._shared.starts(batch) if self._prefixes.budget_bytes else []
+        runs = decode_runs(positions, lengths, shared)
+        attention = CachedAttention(self._cache, order.places, runs, order.chunks, shared)
         with self._threads(len(order.ids)):
             logits = self._compute(order, attention)
         for piece in pieces:
@@ -146,6 +150,7 @@ class Runner:
     def move(self, source: int, target: int, length: int) -> None:
         """Let the sequence in row `source` live in row `target`."""
         self._cache.copy(source, [target], length)
+        self._shared.move(source, target)
 
     def known(self, ids: list[int]) -> int:
         if len(ids) <= SHORTEST_PREFIX or not self._prefixes.budget_bytes:
@@ -182,6 +187,8 @@ class Runner:
         """A complete prompt goes to all of its rows, and may begin a later one."""
         first, *others = piece.rows
         self._cache.copy(first, others, len(piece.ids))
+        for row in piece.rows:
+            self._shared.fill(row, piece.ids)
         self.remember(first, piece.ids)
 
     def _order(self, ids: Tensor, positions: Tensor, pieces: Sequence[Piece]) -> _Order:

@@ -12,12 +12,13 @@ from tiny_models import TINY, training_engine
 
 from areal.api.io_struct import ModelRequest, ModelResponse
 from areal.config.generation import GenerationHyperparameters
-from areal.engine import embedded, matrices
+from areal.engine import embedded, matrices, shared_rows
 from areal.engine import runner as runner_module
 from areal.engine.cached_attention import decode_runs
 from areal.engine.embedded import EmbeddedEngine
 from areal.engine.packing import Span
 from areal.engine.runner import Runner
+from areal.engine.shared_rows import SharedRows
 from areal.engine.training import TokenBatch, TrainingEngine
 
 TOLERANCE = 1e-4
@@ -25,7 +26,8 @@ TOLERANCE = 1e-4
 
 @pytest.fixture
 def short_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prefixes of four tokens are remembered, and a step takes seven tokens of prompts."""
+    """Prefixes of four tokens are remembered and read together, and a step takes seven tokens of prompts."""
+    monkeypatch.setattr(shared_rows, "LEAST_SAVED", 1)
     monkeypatch.setattr(runner_module, "SHORTEST_PREFIX", 4)
     monkeypatch.setattr(Runner, "shortest_prefix", 4)
     monkeypatch.setattr(runner_module, "SMALLEST_CHUNK", 7)
@@ -163,6 +165,46 @@ def test_rows_are_read_apart_where_one_is_much_longer() -> None:
         assert [row for run in runs for row in range(run.first, run.end)] == list(range(len(lengths)))
         assert all(run.length == max(lengths[run.first : run.end]) for run in runs)
         assert sum((run.end - run.first) * run.length for run in runs) <= sum(lengths) + 128 * len(lengths)
+
+
+def test_rows_that_begin_alike_are_read_once_and_see_the_same() -> None:
+    decoder = training_engine().decoder
+    system, prompt = list(range(200)), list(range(150, 250))
+    prompts = [system + prompt, prompt, system + prompt, prompt, system + [9], [7] * 80, system + prompt + [1]]
+    rows = len(prompts)
+    sharing, alone = Runner(decoder), Runner(decoder, prefix_bytes=0)
+    for runner in (sharing, alone):
+        runner.prefill(range(rows), prompts)
+    lengths = [len(each) for each in prompts]
+    for step in range(3):
+        places = [length + step for length in lengths]
+        torch.testing.assert_close(
+            *(runner.decode([5] * rows, places) for runner in (sharing, alone)), atol=1e-4, rtol=1e-4
+        )
+    (start,) = sharing._shared.starts(rows)  # two of the short prompt save too little
+    assert (sorted(start.rows), start.length) == ([0, 2, 4, 6], 200)
+    for runner in (sharing, alone):  # the fourth leaves, and the last takes its place
+        runner.move(6, 3, lengths[6] + 3)
+    places = [length + 3 for length in lengths]
+    places[3] = places[6]
+    torch.testing.assert_close(
+        *(runner.decode([5] * 6, places[:6]) for runner in (sharing, alone)), atol=1e-4, rtol=1e-4
+    )
+    assert sorted(sharing._shared.starts(6)[0].rows) == [0, 2, 3, 4]
+
+
+@given(st.lists(st.lists(st.integers(0, 1), max_size=6), max_size=8))
+def test_rows_that_share_a_start_have_it_in_common(filled: list[list[int]]) -> None:
+    rows = SharedRows(shortest=2)
+    for row, ids in enumerate(filled):
+        rows.fill(row, ids)
+    starts = rows._search(len(filled))
+    members = [row for start in starts for row in start.rows]
+    assert len(members) == len(set(members))
+    for start in starts:
+        assert start.length >= 2
+        assert len({tuple(filled[row][: start.length]) for row in start.rows}) == 1
+        assert all(len(filled[row]) >= start.length for row in start.rows)
 
 
 @pytest.mark.parametrize("batch", [1, 3, 60])

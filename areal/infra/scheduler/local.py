@@ -16,6 +16,7 @@ from typing import BinaryIO
 from areal.infra.scheduler.command import Command
 from areal.infra.scheduler.guardian import Guardian
 from areal.utils.loopback import bypass_proxies
+from areal.utils.threads import OPENMP
 
 KILL_SECONDS = 5.0
 LOG_TAIL_BYTES = 4096
@@ -102,9 +103,7 @@ class LocalScheduler:
 
 def child_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """`environ` with what every process of a run needs."""
-    # Threads that spin while they wait starve the other processes of a small machine (measured: 15 times slower).
-    quiet = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0", "PYTHONUNBUFFERED": "1"}
-    return quiet | dict(environ) | bypass_proxies(environ)
+    return OPENMP | {"PYTHONUNBUFFERED": "1"} | dict(environ) | bypass_proxies(environ)
 
 
 def _open_log(path: Path) -> BinaryIO:

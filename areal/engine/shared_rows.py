@@ -1,0 +1,69 @@
+"""Which running sequences begin alike: their common tokens are read once for all of them, not once for each.
+
+Rows are compared by what they were filled with (prompts, or whole sequences after a weight swap), whoever asked for
+them: the samples of a group, conversations with one system prompt.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from areal.api.messages import Array
+
+LEAST_SAVED = 512
+"""Positions that need not be read: fewer cost less than the calls that save them."""
+
+
+@dataclass(frozen=True)
+class SharedStart:
+    """Rows whose first `length` tokens are equal."""
+
+    rows: list[int]
+    length: int
+
+
+class SharedRows:
+    def __init__(self, shortest: int) -> None:
+        """Beginnings of fewer than `shortest` tokens are not looked at."""
+        self._shortest = shortest
+        self._filled: dict[int, Array] = {}
+        self._found: tuple[int, list[SharedStart]] | None = None
+
+    def fill(self, row: int, ids: Sequence[int]) -> None:
+        """The row begins with these tokens now."""
+        self._filled[row] = np.array(ids, dtype=np.int64)
+        self._found = None
+
+    def move(self, source: int, target: int) -> None:
+        self._filled[target] = self._filled[source]
+        self._found = None
+
+    def starts(self, rows: int) -> list[SharedStart]:
+        """What is common to some of the first `rows` rows; no row is in two."""
+        if self._found is None or self._found[0] != rows:
+            self._found = rows, self._search(rows)
+        return self._found[1]
+
+    def _search(self, rows: int) -> list[SharedStart]:
+        """In sorted order those that begin alike are neighbours; a neighbour that would halve what is shared stays out."""
+        long_enough = [row for row in range(rows) if len(self._filled[row]) >= self._shortest]
+        found: list[SharedStart] = []
+        members: list[int] = []
+        length = 0
+        for row in sorted(long_enough, key=lambda row: self._filled[row].tolist()):
+            kept = _common(self._filled[members[0]][:length], self._filled[row]) if members else 0
+            if members and kept >= max(self._shortest, length // 2):
+                members.append(row)
+                length = kept
+                continue
+            found.append(SharedStart(members, length))
+            members, length = [row], len(self._filled[row])
+        found.append(SharedStart(members, length))
+        return [start for start in found if (len(start.rows) - 1) * start.length >= LEAST_SAVED]
+
+
+def _common(one: Array, other: Array) -> int:
+    length = min(len(one), len(other))
+    differs = np.flatnonzero(one[:length] != other[:length])
+    return int(differs[0]) if len(differs) else length
