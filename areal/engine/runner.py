@@ -31,6 +31,8 @@ SMALLEST_CHUNK = 256
 """Tokens from which matrix products are efficient."""
 ONE_THREAD_FLOPS = 1e8
 """Steps smaller than this lose more by waking other threads than these can save."""
+MEMORY_THREADS = 2
+"""So few threads read memory no faster than one, and a single token costs little but reading the weights."""
 SHORTEST_PREFIX = 64
 """Tokens: to look for less costs more than to compute it again."""
 PREFIX_MEMORY_SHARE = 0.1
@@ -140,7 +142,8 @@ class Runner:
         """One thread for a small step, all of them for another."""
         before = torch.get_num_threads()
         small = 2 * tokens * self.decoder.flat.numel() < ONE_THREAD_FLOPS
-        torch.set_num_threads(1 if small else before)
+        reads = tokens == 1 and before <= MEMORY_THREADS
+        torch.set_num_threads(1 if small or reads else before)
         try:
             yield
         finally:

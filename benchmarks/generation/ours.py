@@ -33,20 +33,25 @@ def main() -> None:
     load_weights(decoder, directory)
     runner = Runner(decoder, prefix_bytes=None if job["sharing"] else 0)
     with asyncio.Runner() as loop:
+        engine = loop.run(opened(runner, job["sharing"]))
 
         async def answer(prompts: list[list[int]], new: int) -> int:
-            engine = EmbeddedEngine(runner)
-            if not job["sharing"]:
-                engine._admission = Unshared(engine._mixed)
             asked = [
                 ModelRequest(str(i), ids, GenerationHyperparameters(max_new_tokens=new, seed=i))
                 for i, ids in enumerate(prompts)
             ]
             answers = await asyncio.gather(*map(engine.agenerate, asked))
-            await engine.aclose()
             return sum(answer.output_len for answer in answers)
 
         measure(job, lambda prompts, new: loop.run(answer(prompts, new)))
+        loop.run(engine.aclose())
+
+
+async def opened(runner: Runner, sharing: bool) -> EmbeddedEngine:
+    engine = EmbeddedEngine(runner)
+    if not sharing:
+        engine._admission = Unshared(engine._mixed)
+    return engine
 
 
 main()
