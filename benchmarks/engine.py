@@ -20,7 +20,7 @@ from areal.engine.architecture import read_architecture
 from areal.engine.decoder import parameter_count
 from areal.engine.models import find_model
 from areal.utils.threads import OPENMP
-from benchmarks.peers import peer_environment
+from benchmarks.peers import outside_variables, peer_environment
 from benchmarks.report import Aim, main
 from benchmarks.smollm2 import converter_python, smollm2, smollm2_gguf, tiny_gguf
 
@@ -109,7 +109,7 @@ CASES = {
 def run_script(name: str, python: Path, job: dict[str, Any], environment: dict[str, str]) -> dict[str, Any]:
     """What a script of `generation/` found, or why it did not."""
     root = str(Path(__file__).parent.parent)
-    variables = environment | os.environ
+    variables = outside_variables() | environment
     if python == here():
         variables["PYTHONPATH"] = root
     try:
@@ -216,7 +216,7 @@ def shares(results: dict[str, dict[str, Any]], limits: dict[str, float]) -> dict
 
 
 def run(peers: list[str], models: list[str], quick: bool) -> tuple[dict[str, Any], list[Aim]]:
-    limits = run_script("limits.py", here(), {"threads": CORES}, {})
+    limits = run_script("limits.py", here(), {"threads": CORES}, OPENMP)
     chosen = [name for name in GENERATORS if name.split()[0] in ("ours", *peers)]
     results = measure(chosen, models, quick)
     figures = {"limits": limits, "tokens": results, "shares": shares(results, limits)}

@@ -7,6 +7,8 @@ import venv
 from collections.abc import Sequence
 from pathlib import Path
 
+from areal.utils.threads import OPENMP
+
 
 def cache_directory() -> Path:
     """Where benchmarks keep what they need again."""
@@ -30,3 +32,8 @@ def peer_environment(name: str, requirements: list[str], without: Sequence[str] 
             subprocess.run([pip, "uninstall", "-qq", "-y", *without], check=True, stdout=sys.stderr)
         stamp.write_text(wanted)
     return place / "bin"
+
+
+def outside_variables() -> dict[str, str]:
+    """The environment as it was before this package set up its own threads: peers run as they would by themselves."""
+    return {name: value for name, value in os.environ.items() if OPENMP.get(name) != value}

@@ -28,7 +28,7 @@ from areal.engine.architecture import read_architecture
 from areal.engine.models import find_model
 from areal.engine.packing import Span
 from areal.engine.training import TokenBatch, TrainingEngine
-from benchmarks.peers import peer_environment
+from benchmarks.peers import outside_variables, peer_environment
 from benchmarks.report import Aim, main
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "agent_workflow" / "config.yaml"
@@ -136,7 +136,7 @@ def trl(model: Path, place: Path) -> dict[str, Any]:
     script = Path(__file__).with_name("trl_peer.py")
     done = subprocess.run(
         [python, script, model, tasks, json.dumps(settings)],
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        env={**outside_variables(), "HF_HUB_OFFLINE": "1"},
         stdout=subprocess.PIPE,
         text=True,
         check=True,

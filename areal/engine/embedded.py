@@ -237,11 +237,10 @@ class EmbeddedEngine:
         if not self._someone_ended:
             return
         self._someone_ended = False
-        row, rows = 0, self._rows
-        while row < len(rows):
+        rows = self._rows
+        for row in reversed(range(len(rows))):  # so that the last row, which moves, is never one that ended
             sequence = rows.sequences[row]
             if not sequence.done.done():
-                row += 1
                 continue
             if not sequence.done.cancelled() and not self._cache_is_stale:
                 self._mixed.remember(row, sequence.ids[:-1])

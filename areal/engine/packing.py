@@ -1,7 +1,8 @@
-"""Lay token sequences behind each other without padding, each shared prefix once.
+"""Lay token sequences behind each other, each shared prefix once.
 
 Sequences of one group often begin alike (the same prompt, the same conversation so far). Sorted, they form a trie whose
 nodes are the tokens to compute; a token sees its ancestors. A bin holds whole tries, and attention never leaves a bin.
+Bins of about one size are computed by one call, the smaller ones filled up; nothing else is padded.
 A sequence that shares too little to pay for the larger bin begins a trie of its own.
 Every position that is asked for is a pair: the node that predicts it, and the token that follows.
 """
@@ -15,11 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from areal.api.messages import Array
+from areal.engine.token_trie import TokenTrie
 
-BIN_TOKENS = 256
-"""Small tries share a bin up to this size: fewer attention calls, at the cost of a larger mask."""
+BIN_TOKENS = 32
+"""Small tries share a bin up to this size: fewer bins, at the cost of larger masks."""
 PAIRS_PER_TOKEN = 1024
 """A token's matrix products cost about as much as attention between this many pairs of tokens."""
+FILLED_SHARE = 7 / 8
+"""A bin that fills this much of another's size may be computed beside it."""
 
 
 @dataclass
@@ -35,89 +39,88 @@ class Span:
     """Encoded pictures in the order of their places in ids."""
 
 
+@dataclass(frozen=True)
+class BinRow:
+    """Neighbouring bins of one size, which one call computes."""
+
+    count: int
+    size: int
+    mask: Tensor | None
+    """[count,1,size,size], 0 where a token sees another, -inf elsewhere; None = plainly causal."""
+
+    @property
+    def tokens(self) -> int:
+        return self.count * self.size
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.unflatten(0, (self.count, self.size)).transpose(1, 2) for x in (q, k, v))
+        causal = self.mask is None
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask, is_causal=causal, enable_gqa=True)
+        return mixed.transpose(1, 2).flatten(0, 1)
+
+
 @dataclass
 class Pack:
     """Tokens of one forward pass; `sources[n]` predicts `targets[n]`, the `order[n]`-th position that was asked for."""
 
     ids: Tensor
     positions: Tensor
-    sizes: list[int]
-    masks: list[Tensor | None]
+    rows: list[BinRow]
     sources: Tensor
     targets: Tensor
     order: Tensor
-
-    @property
-    def tokens(self) -> int:
-        return len(self.ids)
+    tokens: int
+    """Without those that fill bins up."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention within each bin."""
-        outputs = []
-        for mask, q_b, k_b, v_b in zip(
-            self.masks, q.split(self.sizes), k.split(self.sizes), v.split(self.sizes), strict=True
-        ):
-            mixed = F.scaled_dot_product_attention(
-                q_b.transpose(0, 1).unsqueeze(0),
-                k_b.transpose(0, 1).unsqueeze(0),
-                v_b.transpose(0, 1).unsqueeze(0),
-                attn_mask=mask,
-                is_causal=mask is None,
-                enable_gqa=True,
-            )
-            outputs.append(mixed.squeeze(0).transpose(0, 1))
-        return torch.cat(outputs)
+        sizes = [row.tokens for row in self.rows]
+        parts = zip(self.rows, q.split(sizes), k.split(sizes), v.split(sizes), strict=True)
+        outputs = [row.attend(*part) for row, *part in parts]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 def pack(spans: Sequence[Span], max_tokens: int) -> list[Pack]:
     """Passes of at most `max_tokens` tokens each (a single longer sequence gets a pass of its own)."""
-    offsets = np.cumsum([0, *(len(span.asked) for span in spans)])
+    offsets = np.cumsum([0, *(len(span.asked) for span in spans)]).tolist()
     builders = [_Builder(max_tokens)]
-    order = sorted(range(len(spans)), key=lambda i: (spans[i].group, spans[i].ids.tolist()))
-    for i in order:
+    for i in sorted(range(len(spans)), key=lambda i: (spans[i].group, spans[i].ids.tolist())):
         if len(spans[i].asked) == 0:
             continue
-        if not builders[-1].add(spans[i], int(offsets[i])):
+        if not builders[-1].add(spans[i], offsets[i]):
             builders.append(_Builder(max_tokens))
-            builders[-1].add(spans[i], int(offsets[i]))
+            builders[-1].add(spans[i], offsets[i])
     return [builder.build() for builder in builders if builder.tokens]
 
 
-class _Trie:
-    """The sequences of one group, added in sorted order, so a shared prefix is always shared with the last one."""
+class _Bin:
+    """Tries that are computed together; the nodes of a later one follow those of an earlier."""
 
     def __init__(self) -> None:
-        self.ids: list[Array] = []
-        self.depths: list[Array] = []
-        self.blocks: list[tuple[Array, Array, int]] = []
-        """Per sequence: its new nodes, its whole path, how much of the path is shared."""
-        self.last = np.empty(0, dtype=np.int64)
-        self.path = np.empty(0, dtype=np.int64)
+        self.tries = [TokenTrie()]
         self.size = 0
 
-    def shared(self, ids: Array) -> int:
-        length = min(len(ids), len(self.last))
-        differs = np.flatnonzero(ids[:length] != self.last[:length])
-        return int(differs[0]) if len(differs) else length
+    @property
+    def is_plain(self) -> bool:
+        return len(self.tries) == 1 and self.tries[0].is_plain
 
-    def saves(self, ids: Array) -> bool:
-        """Whether sharing the prefix of `ids` is cheaper than computing it again: a bin's mask is a square."""
-        kept = self.shared(ids)
-        new = len(ids) - kept
-        more_pairs = new * (2 * self.size + new) - len(ids) ** 2
-        return more_pairs <= PAIRS_PER_TOKEN * kept
+    def open(self, mask: Array, triangle: Array) -> None:
+        start = 0
+        for trie in self.tries:
+            end = start + trie.size
+            trie.open(mask[start:end, start:end], triangle)
+            start = end
+        mask[start:, 0] = 0.0  # what fills a bin up must see something, or it would be no number
 
-    def add(self, ids: Array) -> Array:
-        """Add a sequence; return the node of each of its tokens."""
-        kept = self.shared(ids)
-        new = np.arange(self.size, self.size + len(ids) - kept)
-        path = np.concatenate((self.path[:kept], new))
-        self.ids.append(ids[kept:])
-        self.depths.append(np.arange(kept, len(ids)))
-        self.blocks.append((new, path, kept))
-        self.last, self.path = ids, path
-        self.size += len(new)
-        return path
+
+@dataclass
+class _Asked:
+    """Positions of a sequence: the nodes of its bin that predict them, the tokens, their places in the batch."""
+
+    bin: _Bin
+    nodes: Array
+    targets: Array
+    offset: int
 
 
 class _Builder:
@@ -126,64 +129,92 @@ class _Builder:
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
         self.tokens = 0
-        self.bins: list[list[_Trie]] = []
-        self.group: int | None = None
-        self.asked: list[tuple[int, int, Array, Array, Array]] = []
-        """Bin, trie within it, source nodes, targets, places in the batch."""
+        self._bins: list[_Bin] = []
+        self._group: int | None = None
+        self._asked: list[_Asked] = []
 
     def add(self, span: Span, offset: int) -> bool:
         """Add the tokens that predict what `span` asks for; False when the budget does not allow it."""
-        ids = span.ids[: int(span.asked[-1])].astype(np.int64)
-        joins = span.group == self.group and self.bins[-1][-1].saves(ids)
-        cost = len(ids) - (self.bins[-1][-1].shared(ids) if joins else 0)
+        ids = span.ids[: int(span.asked[-1])]
+        kept = self._bins[-1].tries[-1].shared(ids) if span.group == self._group else 0
+        joins = span.group == self._group and _saves(self._bins[-1].tries[-1].size, len(ids), kept)
+        cost = len(ids) - kept if joins else len(ids)
         if self.tokens and self.tokens + cost > self.max_tokens:
             return False
         if not joins:
             self._open_trie(len(ids))
-            self.group = span.group
-        path = self.bins[-1][-1].add(ids)
-        places = np.arange(offset, offset + len(span.asked))
-        where = (len(self.bins) - 1, len(self.bins[-1]) - 1)
-        self.asked.append((*where, path[span.asked - 1], span.ids[span.asked], places))
+            self._group = span.group
+        home = self._bins[-1]
+        before = home.size - home.tries[-1].size
+        path = home.tries[-1].add(ids, kept if joins else 0)
+        self._asked.append(_Asked(home, path[span.asked - 1] + before, span.ids[span.asked], offset))
+        home.size += cost
         self.tokens += cost
         return True
 
-    def _open_trie(self, length: int) -> None:
-        if self.bins and sum(trie.size for trie in self.bins[-1]) + length <= BIN_TOKENS:
-            self.bins[-1].append(_Trie())
-        else:
-            self.bins.append([_Trie()])
-
     def build(self) -> Pack:
-        tries = [trie for each in self.bins for trie in each]
-        starts: dict[tuple[int, int], int] = {}
-        at = 0
-        for b, members in enumerate(self.bins):
-            for t, trie in enumerate(members):
-                starts[b, t] = at
-                at += trie.size
+        rows, starts, ids, depths, at = [], {}, [], [], 0
+        for members in self._rows():
+            size = members[0].size
+            rows.append(BinRow(len(members), size, _mask(members)))
+            for each in members:
+                starts[id(each)] = at
+                filling = np.zeros(size - each.size, dtype=np.int64)
+                ids += [part for trie in each.tries for part in trie.ids] + [filling]
+                depths += [part for trie in each.tries for part in trie.depths] + [filling]
+                at += size
         return Pack(
-            ids=torch.from_numpy(np.concatenate([part for trie in tries for part in trie.ids])),
-            positions=torch.from_numpy(np.concatenate([part for trie in tries for part in trie.depths])),
-            sizes=[sum(trie.size for trie in members) for members in self.bins],
-            masks=[_mask(members) for members in self.bins],
-            sources=torch.from_numpy(np.concatenate([nodes + starts[b, t] for b, t, nodes, _, _ in self.asked])),
-            targets=torch.from_numpy(np.concatenate([targets for *_, targets, _ in self.asked]).astype(np.int64)),
-            order=torch.from_numpy(np.concatenate([places for *_, places in self.asked])),
+            ids=_joined(ids),
+            positions=_joined(depths),
+            rows=rows,
+            sources=_joined([asked.nodes + starts[id(asked.bin)] for asked in self._asked]),
+            targets=_joined([asked.targets for asked in self._asked]),
+            order=_joined([np.arange(asked.offset, asked.offset + len(asked.nodes)) for asked in self._asked]),
+            tokens=self.tokens,
         )
 
+    def _open_trie(self, length: int) -> None:
+        if self._bins and self._bins[-1].size + length <= BIN_TOKENS:
+            self._bins[-1].tries.append(TokenTrie())
+        else:
+            self._bins.append(_Bin())
 
-def _mask(tries: list[_Trie]) -> Tensor | None:
-    """Additive mask of a bin: 0 where a token's ancestors (and itself) are, -inf elsewhere; None = plainly causal."""
-    if len(tries) == 1 and len(tries[0].blocks) == 1:
+    def _rows(self) -> list[list[_Bin]]:
+        """Bins that are computed together, the largest of each first; only equal ones if the budget allows no filling."""
+        filled = _alike(self._bins, FILLED_SHARE)
+        if sum(len(members) * members[0].size for members in filled) <= max(self.max_tokens, self._bins[0].size):
+            return filled
+        return _alike(self._bins, 1.0)
+
+
+def _saves(size: int, length: int, kept: int) -> bool:
+    """Whether sharing `kept` tokens with a trie is cheaper than computing them again: a bin's mask is a square."""
+    new = length - kept
+    return new * (2 * size + new) - length**2 <= PAIRS_PER_TOKEN * kept
+
+
+def _alike(bins: list[_Bin], share: float) -> list[list[_Bin]]:
+    """Plain bins apart from others; the members of a row fill at least `share` of its largest."""
+    rows: list[list[_Bin]] = []
+    for each in sorted(bins, key=lambda each: (each.is_plain, -each.size)):
+        if rows and rows[-1][0].is_plain == each.is_plain and each.size >= share * rows[-1][0].size:
+            rows[-1].append(each)
+        else:
+            rows.append([each])
+    return rows
+
+
+def _mask(bins: list[_Bin]) -> Tensor | None:
+    """None = plainly causal; what fills a bin up stands at its end, where nothing sees it."""
+    if bins[0].is_plain:
         return None
-    size = sum(trie.size for trie in tries)
-    mask = np.full((size, size), -np.inf, dtype=np.float32)
-    start = 0
-    for trie in tries:
-        for new, path, kept in trie.blocks:
-            rows = np.arange(len(new))[:, None]
-            visible = np.arange(len(path))[None, :] <= rows + kept
-            mask[np.ix_(new + start, path + start)] = np.where(visible, 0.0, -np.inf)
-        start += trie.size
-    return torch.from_numpy(mask)
+    size = bins[0].size
+    triangle = np.triu(np.full((size, size), -np.inf, dtype=np.float32), k=1)
+    masks = np.full((len(bins), 1, size, size), -np.inf, dtype=np.float32)
+    for each, mask in zip(bins, masks[:, 0], strict=True):
+        each.open(mask, triangle)
+    return torch.from_numpy(masks)
+
+
+def _joined(parts: list[Array]) -> Tensor:
+    return torch.from_numpy(np.concatenate(parts).astype(np.int64))

@@ -54,7 +54,7 @@ class Sequence:
                 f"a prompt of {len(req.input_ids)} tokens and max_new_tokens={g.max_new_tokens} "
                 f"exceed the model's {max_positions} positions; shorten the prompt or lower max_new_tokens"
             )
-        if not all(0 <= token < vocab_size for token in req.input_ids):
+        if min(req.input_ids) < 0 or max(req.input_ids) >= vocab_size:
             raise RequestError(f"input_ids must lie in [0, {vocab_size}); a token of another tokenizer?")
         if g.stop and tokenizer is None:
             raise RequestError("stop texts need an engine with a tokenizer; use stop_token_ids")

@@ -19,7 +19,7 @@ class Pass(Protocol):
 
     @property
     def tokens(self) -> int:
-        """How many tokens are computed."""
+        """How many tokens of sequences are computed."""
         ...
 
 

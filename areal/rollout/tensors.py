@@ -57,7 +57,7 @@ def _read(tensors: Mapping[str, Any]) -> tuple[dict[str, Array], list[str]]:
     arrays, faults = {}, []
     for key, value in tensors.items():
         try:
-            arrays[key] = np.asarray(value.detach().cpu() if hasattr(value, "detach") else value)
+            arrays[key] = value.numpy(force=True) if hasattr(value, "detach") else np.asarray(value)
         except (TypeError, ValueError) as error:
             faults.append(f"{key} cannot be read as numbers: {error}")
             continue
@@ -93,7 +93,7 @@ def _meaning_faults(arrays: dict[str, Array]) -> list[str]:
             faults.append("loss_mask must be 0 on the first token, which nothing predicts")
         if not mask.any(axis=1).all():
             faults.append("loss_mask must have a token to train on in every row")
-    if attention is not None and attention.shape == shape:
+    if attention is not None and attention.shape == shape and not attention.all():
         if (np.diff(attention.astype(np.bool_).astype(np.int8), axis=1) > 0).any():
             faults.append("attention_mask must be 1 on tokens and then 0: padding belongs on the right")
         if mask is not None and mask.shape == shape and (mask.astype(np.bool_) & (attention == 0)).any():

@@ -2,9 +2,11 @@
 
 import re
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,7 @@ import numpy as np
 from areal.api.engine_api import InferenceEngine
 from areal.api.errors import AgentFailed, NoInteractions
 from areal.api.io_struct import ModelRequest, ModelResponse, TokenChunk
-from areal.api.messages import Array, Episode, Row
+from areal.api.messages import Episode, Row
 from areal.infra import workflow_context
 from areal.infra.workflow_context import WorkflowContext
 from areal.rollout.episodes import Digests
@@ -31,7 +33,10 @@ class WorkflowDoor:
         self.name = name_of(workflow)
         self._run = episode_function(workflow)
         self._engine = engine
-        self._tokenizer = tokenizer
+        core = getattr(tokenizer, "backend_tokenizer", None)  # its Python wrapper costs more than the work
+        self._decode: Callable[[list[int]], str] = tokenizer.decode if core is None else partial(
+            core.decode, skip_special_tokens=False
+        )
 
     async def play(
         self, data: dict[str, Any], context: WorkflowContext, *, greedy: bool, seconds: float
@@ -69,20 +74,18 @@ class WorkflowDoor:
 
     def _readable(self, row: Row) -> list[dict[str, Any]]:
         """A row as a person reads it: stretches of prompt and of sampled tokens."""
-        edges = np.flatnonzero(np.diff(row.loss_mask)) + 1
+        mask, ids = row.loss_mask, row.input_ids.tolist()
+        edges = [0, *(np.flatnonzero(mask[1:] != mask[:-1]) + 1).tolist(), len(ids)]
         stretches: list[dict[str, Any]] = [
-            {
-                "role": "assistant" if row.loss_mask[part[0]] else "prompt",
-                "content": self._text(row, part),
-            }
-            for part in np.split(np.arange(len(row.input_ids)), edges)
+            {"role": "assistant" if mask[start] else "prompt", "content": self._text(row, ids[start:end])}
+            for start, end in pairwise(edges)
         ]
         stretches[-1]["reward"] = row.reward
         return stretches
 
-    def _text(self, row: Row, part: Array) -> str:
+    def _text(self, row: Row, ids: list[int]) -> str:
         """A picture is hundreds of the same token: one of them and their number say as much."""
-        text = str(self._tokenizer.decode(row.input_ids[part]))
+        text = self._decode(ids)
         return REPEATED.sub(lambda same: f"{same[1]}×{len(same[0]) // len(same[1])}", text) if row.images else text
 
 

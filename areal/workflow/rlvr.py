@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,6 +27,8 @@ from areal.utils import stats_tracker
 
 POSITIONAL = ("prompt", "completion", "prompt_ids", "completion_ids")
 """What a reward function gets by position; the task's own keys follow by name."""
+PROMPTS = 256
+"""Rendered prompts that are kept: the samples of a group ask the same."""
 
 
 class RLVRWorkflow(RolloutWorkflow):
@@ -50,10 +53,21 @@ class RLVRWorkflow(RolloutWorkflow):
         stops = dict.fromkeys([*ending.stop_token_ids, *self._renderer.turn_end_ids])
         self.gconfig = ending.new(n_samples=1, stop_token_ids=list(stops))
         self.tokenizer = tokenizer
+        self._prompts: dict[str, tuple[str, list[int]]] = {}
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Tensor] | None:
-        prompt = self._renderer.render(self._messages(data), None)
-        return await self._complete(engine, data, prompt, self._renderer.encode(prompt))
+        prompt, ids = self._prompt(self._messages(data))
+        return await self._complete(engine, data, prompt, ids)
+
+    def _prompt(self, messages: list[dict[str, Any]]) -> tuple[str, list[int]]:
+        """Messages as the model reads them, and their tokens."""
+        key = repr(messages)
+        if key not in self._prompts:
+            if len(self._prompts) >= PROMPTS:
+                del self._prompts[next(iter(self._prompts))]
+            prompt = self._renderer.render(messages, None)
+            self._prompts[key] = prompt, self._renderer.encode(prompt)
+        return self._prompts[key]
 
     def _open_renderer(self, tokenizer: Any) -> Renderer:
         return Renderer(tokenizer)
@@ -134,17 +148,19 @@ def _finite(reward: Any) -> float:
 
 def _tensors(response: ModelResponse, reward: float, temperature: float) -> dict[str, Tensor]:
     """Batch first, [1, L]; the sampled tokens are those that are trained."""
-    asked, sampled = response.input_len, response.output_len
-    row: dict[str, list[Any]] = {
-        "input_ids": response.input_tokens + response.output_tokens,
-        "attention_mask": [True] * (asked + sampled),
-        "loss_mask": [False] * asked + [True] * sampled,
-        "logprobs": [0.0] * asked + response.output_logprobs,
-        "versions": [-1] * asked + response.output_versions,
-        "temperatures": [1.0] * asked + [temperature] * sampled,
+    asked, length = response.input_len, response.input_len + response.output_len
+    row = {
+        "input_ids": np.array([response.input_tokens + response.output_tokens]),
+        "attention_mask": np.ones((1, length), np.bool_),
+        "loss_mask": np.zeros((1, length), np.bool_),
+        "logprobs": np.zeros((1, length), np.float32),
+        "versions": np.full((1, length), -1),
+        "temperatures": np.ones((1, length), np.float32),
+        "rewards": np.array([reward], np.float32),
+        "truncated": np.array([response.stop_reason != "stop"]),
     }
-    return {
-        **{name: torch.tensor([values]) for name, values in row.items()},
-        "rewards": torch.tensor([reward]),
-        "truncated": torch.tensor([response.stop_reason != "stop"]),
-    }
+    row["loss_mask"][0, asked:] = True
+    row["logprobs"][0, asked:] = response.output_logprobs
+    row["versions"][0, asked:] = response.output_versions
+    row["temperatures"][0, asked:] = temperature
+    return {name: torch.from_numpy(values) for name, values in row.items()}

@@ -57,7 +57,7 @@ def test_passes_keep_to_the_budget_and_ask_for_every_position_once(spans: list[S
     packs = pack(spans, budget)
     longest = max((int(span.asked[-1]) for span in spans if len(span.asked)), default=0)
     assert all(len(part.ids) <= max(budget, longest) for part in packs)
-    assert all(sum(part.sizes) == len(part.ids) for part in packs)
+    assert all(sum(row.tokens for row in part.rows) == len(part.ids) for part in packs)
     asked = sorted(place for part in packs for place in part.order.tolist())
     assert asked == list(range(sum(len(span.asked) for span in spans)))
 
@@ -76,8 +76,7 @@ def test_a_shared_prompt_is_computed_once() -> None:
 
 def test_long_answers_to_a_short_prompt_are_not_forced_into_one_square_mask() -> None:
     (part,) = pack(group(prefix=10, tails=1000, count=8), 100_000)
-    assert part.sizes == [1009] * 8
-    assert part.masks == [None] * 8
+    assert [(row.count, row.size, row.mask) for row in part.rows] == [(8, 1009, None)]
 
 
 def test_sequences_of_different_groups_share_nothing() -> None:
