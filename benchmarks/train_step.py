@@ -200,7 +200,7 @@ def run() -> tuple[dict[str, Any], list[Aim]]:
             "areal.workflow.RLVRWorkflow",
             place,
             "reward_fn=areal.reward.exact_match_reward",
-            "rollout.num_workers=1",
+            "rollout.num_workers=2",
         )
         peer = trl(model, place)
         agent = areal("areal.workflow.openai.math_agent.MathAgent", place)
