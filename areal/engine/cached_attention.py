@@ -1,8 +1,9 @@
-"""Attention of a step: running sequences over their cache rows, pieces of prompts over what precedes them.
+"""Attention of a step in one pool: running sequences over their slots, pieces of prompts over what precedes them.
 
-Neighbouring rows are read together up to the longest of them, but only where that costs less than another call: one
-long conversation must not make everybody read its length. What several rows begin with is read once, from one of them;
-then each reads the rest of its own row, and the two parts are joined by their weights.
+A row here is a slot of the pool. Neighbouring rows are read together up to the longest of them, but only where that
+costs less than another call: one long conversation must not make everybody read its length. What several rows begin
+with is read once, from one of them; then each reads the rest of its own row, and the two parts are joined by their
+weights.
 Shapes as in decoder.py; G queries share a key-value head.
 """
 
@@ -13,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from areal.engine.kv_cache import KeyValueCache
+from areal.engine.kv_pool import KeyValuePool
 from areal.engine.shared_rows import SharedStart
 
 CALL_POSITIONS = 128
@@ -48,10 +49,9 @@ class Chunk:
     def tokens(self) -> int:
         return (self.end - self.start) * self.count
 
-    def past(self, cache: KeyValueCache) -> list[tuple[Tensor, Tensor]] | None:
+    def past(self, pool: KeyValuePool) -> list[tuple[Tensor, Tensor]] | None:
         """Keys and values of the row up to `end`, for each layer; None if there is nothing before the piece."""
-        row = self.row % (cache.rows + 1)
-        return None if self.start == 0 else cache.read(row, row + 1, self.end)
+        return None if self.start == 0 else pool.read(self.row, self.row + 1, self.end)
 
     def mask(self, dtype: torch.dtype) -> Tensor | None:
         """[new,end], 0 or -inf; None where plain causality says it all."""
@@ -66,26 +66,26 @@ class CachedAttention:
 
     def __init__(
         self,
-        cache: KeyValueCache,
+        pool: KeyValuePool,
         places: Tensor,
         runs: list[Run],
         chunks: list[Chunk],
         shared: Sequence[SharedStart] = (),
     ) -> None:
         """`runs` leave out the positions that `shared` covers."""
-        self._cache, self._places = cache, places
-        dtype = cache.data.dtype
+        self._pool, self._places = pool, places
+        dtype = pool.shape.dtype
         for run in runs:
             run.mask = None if run.mask is None else run.mask.to(dtype)
-        self._runs = [(run, cache.read(run.first, run.end, run.length, run.start)) for run in runs]
-        self._chunks = [(chunk, chunk.mask(dtype), chunk.past(cache)) for chunk in chunks]
+        self._runs = [(run, pool.read(run.first, run.end, run.length, run.start)) for run in runs]
+        self._chunks = [(chunk, chunk.mask(dtype), chunk.past(pool)) for chunk in chunks]
         self._shared = [
-            (torch.tensor(start.rows), cache.read(start.rows[0], start.rows[0] + 1, start.length)) for start in shared
+            (torch.tensor(start.rows), pool.read(start.rows[0], start.rows[0] + 1, start.length)) for start in shared
         ]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         new = torch.cat((k, v), dim=1)
-        self._cache.flat[layer].index_copy_(0, self._places, new.view(-1, new.shape[2]))
+        self._pool.flat[layer].index_copy_(0, self._places, new.view(-1, new.shape[2]))
         outputs, at = [], 0
         if self._runs:
             outputs.append(self._decode(layer, q))

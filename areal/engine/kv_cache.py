@@ -1,59 +1,122 @@
-"""Keys and values of running sequences: one tensor, a row for each, and a last row for a prompt that is not complete.
+"""Keys and values of running sequences, a row each, and of the prompt that is not complete.
 
-It grows by doubling and never shrinks. Shapes: L cached positions, K key-value heads, E head dimension.
+Rows live in pools by length: a sequence that outgrows its pool moves to one with twice the room. So memory follows what
+sequences have, not how many there are times the longest of them, and those that are read together are about equally
+long. Which slot of which pool a row has is nobody else's business but the attention's.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-import torch
+import numpy as np
 from torch import Tensor
 
-STAGE = -1
-"""The row of the prompt that is not complete."""
+from areal.api.messages import Array
+from areal.engine.kv_pool import CacheShape, KeyValuePool
+
+SMALLEST_POOL = 128
+"""Positions."""
+
+
+@dataclass
+class Home:
+    pool: KeyValuePool
+    slot: int
 
 
 class KeyValueCache:
-    def __init__(self, layers: int, heads: int, head_dim: int, max_positions: int, dtype: torch.dtype) -> None:
+    def __init__(self, shape: CacheShape, max_positions: int) -> None:
+        self._shape = shape
         self._max_positions = max_positions
-        self.heads = heads
-        self.rows, self.length = 0, 0
-        self._replace(torch.zeros(layers, 1, 2 * heads, 0, head_dim, dtype=dtype))
+        self._pools: dict[int, KeyValuePool] = {}
+        """By capacity."""
+        self._homes: dict[int, Home] = {}
+        self._lengths = np.zeros(0, dtype=np.int64)
+        """How much of each row is in use."""
+        self._capacities = np.zeros(0, dtype=np.int64)
+        self.stage = KeyValuePool(shape, 0, slots=1)
+        """The prompt that is not complete."""
 
-    def reserve(self, rows: int, length: int) -> None:
-        """Room for that many rows and positions."""
-        if rows <= self.rows and length <= self.length:
-            return
-        old = self.data
-        rows = self.rows if rows <= self.rows else max(rows, 2 * self.rows, 8)
-        length = self.length if length <= self.length else min(max(length, 2 * self.length, 64), self._max_positions)
-        layers, _, heads, _, head_dim = old.shape
-        new = old.new_zeros(layers, rows + 1, heads, length, head_dim)
-        new[:, : self.rows, :, : self.length] = old[:, :-1]
-        new[:, STAGE, :, : self.length] = old[:, STAGE]
-        self.rows, self.length = rows, length
-        self._replace(new)
+    @property
+    def pools(self) -> list[KeyValuePool]:
+        """Those that have rows, by capacity."""
+        return [pool for _, pool in sorted(self._pools.items()) if pool.owners]
 
-    def places(self, rows: Tensor | slice, positions: Tensor) -> Tensor:
-        """Where keys, then values, of tokens go, as indices [T*2K] of `flat`."""
-        return (self._starts[rows] + positions[:, None]).flatten()
-
-    def read(self, first: int, end: int, length: int, start: int = 0) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values [rows,K,length-start,E] of neighbouring rows, for each layer."""
-        layers = self.data[:, first:end, :, start:length].unbind(0)
-        return [layer.split(self.heads, dim=1) for layer in layers]  # type: ignore[misc]
-
-    def copy(self, source: int, targets: Sequence[int], length: int) -> None:
-        """The first `length` positions of a row into others."""
-        for target in targets:
-            self.block(target, length)[:] = self.block(source, length)
+    def home(self, row: int) -> Home:
+        return self._homes[row]
 
     def block(self, row: int, length: int) -> Tensor:
         """The first positions of a row [layers,2K,length,E]."""
-        return self.data[:, row, :, :length]
+        home = self._homes[row]
+        return home.pool.block(home.slot, length)
 
-    def _replace(self, data: Tensor) -> None:
-        self.data = data
-        self.flat = [layer.flatten(0, 2) for layer in data.unbind(0)]
-        """Each layer as [rows*2K*L,E]."""
-        rows, heads = data.shape[1:3]
-        self._starts = torch.arange(rows * heads).view(rows, heads) * self.length
+    def put(self, row: int, length: int) -> None:
+        """A row for a sequence of that length; what it held is gone."""
+        if row in self._homes:
+            self._free(row)
+        self._note_rows(row + 1)
+        capacity = SMALLEST_POOL
+        while capacity < length:
+            capacity *= 2
+        self._settle(row, min(capacity, self._max_positions))
+        self._lengths[row] = length
+
+    def keep(self, rows: int) -> None:
+        """Only the first `rows` rows are in use."""
+        if len(self._homes) != rows:
+            for row in [row for row in self._homes if row >= rows]:
+                self._free(row)
+
+    def advance(self, lengths: Sequence[int]) -> None:
+        """The first rows are about to have these lengths."""
+        count = len(lengths)
+        self._lengths[:count] = lengths
+        for row in np.flatnonzero(self._lengths[:count] > self._capacities[:count]).tolist():
+            held = self.block(row, lengths[row] - 1).clone()
+            self.put(row, lengths[row])
+            self.block(row, lengths[row] - 1)[:] = held
+
+    def move(self, source: int, target: int) -> None:
+        """Let the sequence in row `source` live in row `target`; what that held is gone."""
+        if target in self._homes:
+            self._free(target)
+        home = self._homes[target] = self._homes.pop(source)
+        home.pool.owners[home.slot] = target
+        for column in (self._lengths, self._capacities):
+            column[target] = column[source]
+
+    def reserve_stage(self, length: int) -> None:
+        """Room for that much of the prompt that is not complete."""
+        if length > self.stage.capacity:
+            old = self.stage
+            self.stage = KeyValuePool(self._shape, min(max(length, 2 * old.capacity), self._max_positions), slots=1)
+            self.stage.block(0, old.capacity)[:] = old.block(0, old.capacity)
+
+    def _settle(self, row: int, capacity: int) -> None:
+        if capacity not in self._pools:
+            self._pools[capacity] = KeyValuePool(self._shape, capacity)
+        pool = self._pools[capacity]
+        if pool.reserve(len(pool.owners) + 1):  # a good moment to give back what nobody needs any more
+            self._pools = {size: each for size, each in self._pools.items() if each.owners or each is pool}
+        self._homes[row] = Home(pool, len(pool.owners))
+        self._capacities[row] = capacity
+        pool.owners.append(row)
+
+    def _free(self, row: int) -> None:
+        """The last of the pool takes the place that is free."""
+        home = self._homes.pop(row)
+        pool, last = home.pool, home.pool.owners.pop()
+        if last != row:
+            length = int(self._lengths[last])
+            pool.block(home.slot, length)[:] = pool.block(len(pool.owners), length)
+            pool.owners[home.slot] = last
+            self._homes[last].slot = home.slot
+
+    def _note_rows(self, rows: int) -> None:
+        if rows > len(self._lengths):
+            self._lengths = _longer(self._lengths, 2 * rows)
+            self._capacities = _longer(self._capacities, 2 * rows)
+
+
+def _longer(column: Array, length: int) -> Array:
+    return np.concatenate((column, np.zeros(length - len(column), dtype=column.dtype)))

@@ -180,7 +180,7 @@ class _Builder:
             self._bins.append(_Bin())
 
     def _rows(self) -> list[list[_Bin]]:
-        """Bins that are computed together, the largest of each first; only equal ones if the budget allows no filling."""
+        """Bins that are computed together, the largest first; only equal ones if the budget has no room for filling."""
         filled = _alike(self._bins, FILLED_SHARE)
         if sum(len(members) * members[0].size for members in filled) <= max(self.max_tokens, self._bins[0].size):
             return filled

@@ -1,6 +1,6 @@
 """The decoder with a key-value cache: prompts, whole or in pieces, and running sequences in; next-token logits out.
 
-The i-th running sequence owns cache row i, so a decode step reads contiguous blocks. What depends on the weights (their
+The i-th running sequence owns cache row i. What depends on the weights (their
 faster layouts, remembered prefixes) is made again when the buffer of the weights has been written to.
 Shapes: B running sequences, T tokens of a step; the rest as in decoder.py.
 """
@@ -9,19 +9,19 @@ import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from areal.api.errors import RequestError
-from areal.engine.cached_attention import CachedAttention, Chunk, decode_runs
 from areal.engine.decoder import Decoder
-from areal.engine.kv_cache import STAGE, KeyValueCache
+from areal.engine.kv_cache import KeyValueCache
+from areal.engine.kv_pool import CacheShape
 from areal.engine.matrices import Matrices
 from areal.engine.model_runner import Piece
 from areal.engine.prefix_tree import TOKEN_DIM, PrefixTree
 from areal.engine.shared_rows import SharedRows
+from areal.engine.step_layout import StepLayout, lay_out
 
 PASS_TOKENS = 16384
 """Prompt tokens computed at once: bounds memory when many requests join together."""
@@ -38,20 +38,9 @@ SHORTEST_PREFIX = 64
 PREFIX_MEMORY_SHARE = 0.1
 """Of the machine's memory, for prefixes that are remembered."""
 
+NOTHING = torch.empty(0, dtype=torch.int64)
+
 Prompt = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class _Order:
-    """The tokens of a step in the order in which they are computed."""
-
-    ids: Tensor
-    positions: Tensor
-    places: Tensor
-    """Where each goes in the cache."""
-    chunks: list[Chunk]
-    asked: Tensor | None
-    """Tokens whose logits are wanted; None = all."""
 
 
 class Runner:
@@ -62,11 +51,14 @@ class Runner:
     def __init__(
         self, decoder: Decoder, *, dtype: torch.dtype = torch.float32, prefix_bytes: int | None = None
     ) -> None:
-        """Compute in `dtype`; remembered prefixes take `prefix_bytes` at most (None = a tenth of memory, 0 = none shared)."""
+        """Compute in `dtype`; remembered prefixes take at most `prefix_bytes`.
+
+        None = a tenth of the memory; 0 = nothing is remembered, and nothing is read for several at once.
+        """
         self.decoder = decoder
         a = self._architecture = decoder.architecture
         self._computing = decoder if dtype == decoder.flat.dtype else Decoder(a, decoder.flat.to(dtype))
-        self._cache = KeyValueCache(a.num_layers, a.num_kv_heads, a.head_dim, a.max_positions, dtype)
+        self._cache = KeyValueCache(CacheShape(a.num_layers, a.num_kv_heads, a.head_dim, dtype), a.max_positions)
         self._matrices = Matrices([p for p in self._computing.parameters.values() if p.dim() > 1])
         if prefix_bytes is None:
             prefix_bytes = int(PREFIX_MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
@@ -100,9 +92,8 @@ class Runner:
         homes: dict[Prompt, list[int]] = defaultdict(list)
         for row, prompt in zip(rows, prompts, strict=True):
             homes[tuple(prompt)].append(row)
-        none = torch.empty(0, dtype=torch.int64)
         passes = [[Piece(homes[prompt], list(prompt), 0, len(prompt)) for prompt in part] for part in _passes(homes)]
-        logits = torch.cat([self.forward(none, none, pieces) for pieces in passes])
+        logits = torch.cat([self._step(NOTHING, NOTHING, pieces) for pieces in passes])
         place = {prompt: i for i, prompt in enumerate(homes)}
         return logits[[place[tuple(prompt)] for prompt in prompts]]
 
@@ -112,30 +103,30 @@ class Runner:
 
     @torch.inference_mode()
     def forward(self, ids: Tensor, positions: Tensor, pieces: Sequence[Piece]) -> Tensor:
+        self._cache.keep(len(ids))
+        return self._step(ids, positions, pieces)
+
+    def _step(self, ids: Tensor, positions: Tensor, pieces: Sequence[Piece]) -> Tensor:
         self._refresh()
-        batch, lengths = len(ids), [place + 1 for place in positions.tolist()]
-        self._cache.reserve(
-            max((batch, *(row + 1 for piece in pieces for row in piece.rows))),
-            max((*lengths, *(piece.end for piece in pieces))),
-        )
+        self._cache.advance((positions + 1).tolist())
+        for piece in pieces:
+            self._make_room(piece)
         for piece in pieces:
             if piece.start:
                 self._fetch_beginning(piece)
-        order = self._order(ids, positions, pieces)
-        shared = self._shared.starts(batch) if self._prefixes.budget_bytes else []
-        runs = decode_runs(positions, lengths, shared)
-        attention = CachedAttention(self._cache, order.places, runs, order.chunks, shared)
-        with self._threads(len(order.ids)):
-            logits = self._compute(order, attention)
+        shared = self._shared.starts(len(ids)) if self._prefixes.budget_bytes else []
+        layout = lay_out(self._cache, ids, positions, pieces, shared)
+        with self._threads(len(layout.ids)):
+            logits = self._compute(layout)
         for piece in pieces:
             if piece.last:
                 self._settle(piece)
         return logits.float()
 
-    def _compute(self, order: _Order, attention: CachedAttention) -> Tensor:
+    def _compute(self, layout: StepLayout) -> Tensor:
         linear = self._matrices.linear
-        hidden = self._computing.hidden(order.ids, order.positions, attention.attend, linear)
-        return self._computing.logits(hidden if order.asked is None else hidden[order.asked], linear)
+        hidden = self._computing.hidden(layout.ids, layout.positions, layout.attend, linear)
+        return self._computing.logits(hidden if layout.asked is None else hidden[layout.asked], linear)
 
     @contextmanager
     def _threads(self, tokens: int) -> Iterator[None]:
@@ -152,7 +143,7 @@ class Runner:
     @torch.inference_mode()
     def move(self, source: int, target: int, length: int) -> None:
         """Let the sequence in row `source` live in row `target`."""
-        self._cache.copy(source, [target], length)
+        self._cache.move(source, target)
         self._shared.move(source, target)
 
     def known(self, ids: list[int]) -> int:
@@ -177,58 +168,32 @@ class Runner:
         self._prefixes.clear()
         self._seen_version = version
 
+    def _make_room(self, piece: Piece) -> None:
+        """Rows for a prompt that will be complete, and for its next token; otherwise the stage."""
+        if not piece.last:
+            self._cache.reserve_stage(piece.end)
+            return
+        for row in piece.rows:
+            self._cache.put(row, min(len(piece.ids) + 1, self.max_positions))
+
     def _fetch_beginning(self, piece: Piece) -> None:
-        """Put the tokens before a piece into the row that it is computed in."""
-        row = _row(piece)
+        """Put the tokens before a piece where it is computed: into its first row, or on the stage."""
+        stage = self._cache.stage
         if not piece.staged:
             blocks = self._prefixes.find(piece.ids[: piece.start])
-            self._cache.block(row, piece.start)[:] = torch.cat(blocks, dim=TOKEN_DIM)
-        elif row != STAGE:  # leaves the stage to the prompt after it
-            self._cache.copy(STAGE, [row], piece.start)
+            place = self._cache.block(piece.rows[0], piece.start) if piece.last else stage.block(0, piece.start)
+            place[:] = torch.cat(blocks, dim=TOKEN_DIM)
+        elif piece.last:  # leaves the stage to the prompt after it
+            self._cache.block(piece.rows[0], piece.start)[:] = stage.block(0, piece.start)
 
     def _settle(self, piece: Piece) -> None:
         """A complete prompt goes to all of its rows, and may begin a later one."""
         first, *others = piece.rows
-        self._cache.copy(first, others, len(piece.ids))
+        for row in others:
+            self._cache.block(row, len(piece.ids))[:] = self._cache.block(first, len(piece.ids))
         for row in piece.rows:
             self._shared.fill(row, piece.ids)
         self.remember(first, piece.ids)
-
-    def _order(self, ids: Tensor, positions: Tensor, pieces: Sequence[Piece]) -> _Order:
-        """Running sequences first, then pieces; those that begin prompts of one length stand together."""
-        batch = len(ids)
-        if not pieces:
-            return _Order(ids, positions, self._cache.places(slice(0, batch), positions), [], None)
-        new_ids: list[int] = []
-        new_positions: list[int] = []
-        rows: list[int] = [*range(batch)]
-        chunks: list[Chunk] = []
-        ends = [0] * len(pieces)
-        for i in sorted(range(len(pieces)), key=lambda i: (pieces[i].start, pieces[i].end)):
-            piece, row = pieces[i], _row(pieces[i])
-            new_ids += piece.ids[piece.start : piece.end]
-            new_positions += range(piece.start, piece.end)
-            rows += [row] * (piece.end - piece.start)
-            ends[i] = len(rows) - 1
-            chunk = Chunk(row, piece.start, piece.end)
-            if chunks and chunks[-1].joins(chunk):
-                chunks[-1].count += 1
-            else:
-                chunks.append(chunk)
-        asked = [*range(batch), *(end for end, piece in zip(ends, pieces, strict=True) if piece.last)]
-        at = torch.cat((positions, torch.tensor(new_positions)))
-        return _Order(
-            torch.cat((ids, torch.tensor(new_ids))),
-            at,
-            self._cache.places(torch.tensor(rows), at),
-            chunks,
-            torch.tensor(asked, dtype=torch.int64),
-        )
-
-
-def _row(piece: Piece) -> int:
-    """The cache row that a piece is computed in."""
-    return piece.rows[0] if piece.last else STAGE
 
 
 def _passes(prompts: "dict[Prompt, list[int]]") -> Iterator[list[Prompt]]:

@@ -22,6 +22,15 @@ class SharedStart:
     rows: list[int]
     length: int
 
+    @property
+    def pays(self) -> bool:
+        return (len(self.rows) - 1) * self.length >= LEAST_SAVED
+
+    def among(self, rows: list[int]) -> "SharedStart | None":
+        """The same for those of its rows that are in `rows`, by their places there; None if it does not pay."""
+        start = SharedStart([place for place, row in enumerate(rows) if row in self.rows], self.length)
+        return start if start.pays else None
+
 
 class SharedRows:
     def __init__(self, shortest: int) -> None:
@@ -46,7 +55,7 @@ class SharedRows:
         return self._found[1]
 
     def _search(self, rows: int) -> list[SharedStart]:
-        """In sorted order those that begin alike are neighbours; a neighbour that would halve what is shared stays out."""
+        """In sorted order those that begin alike are neighbours; one that would halve what is shared stays out."""
         long_enough = [row for row in range(rows) if len(self._filled[row]) >= self._shortest]
         found: list[SharedStart] = []
         members: list[int] = []
@@ -60,7 +69,7 @@ class SharedRows:
             found.append(SharedStart(members, length))
             members, length = [row], len(self._filled[row])
         found.append(SharedStart(members, length))
-        return [start for start in found if (len(start.rows) - 1) * start.length >= LEAST_SAVED]
+        return [start for start in found if start.pays]
 
 
 def _common(one: Array, other: Array) -> int:

@@ -34,8 +34,8 @@ class WorkflowDoor:
         self._run = episode_function(workflow)
         self._engine = engine
         core = getattr(tokenizer, "backend_tokenizer", None)  # its Python wrapper costs more than the work
-        self._decode: Callable[[list[int]], str] = tokenizer.decode if core is None else partial(
-            core.decode, skip_special_tokens=False
+        self._decode: Callable[[list[int]], str] = (
+            tokenizer.decode if core is None else partial(core.decode, skip_special_tokens=False)
         )
 
     async def play(

@@ -12,7 +12,7 @@ from tiny_models import TINY, training_engine
 
 from areal.api.io_struct import ModelRequest, ModelResponse
 from areal.config.generation import GenerationHyperparameters
-from areal.engine import embedded, matrices, shared_rows
+from areal.engine import embedded, kv_cache, matrices, shared_rows
 from areal.engine import runner as runner_module
 from areal.engine.cached_attention import decode_runs
 from areal.engine.embedded import EmbeddedEngine
@@ -26,8 +26,9 @@ TOLERANCE = 1e-4
 
 @pytest.fixture
 def short_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prefixes of four tokens are remembered and read together, and a step takes seven tokens of prompts."""
+    """Prefixes of four tokens are remembered and read together, rows move house often, a step takes seven tokens."""
     monkeypatch.setattr(shared_rows, "LEAST_SAVED", 1)
+    monkeypatch.setattr(kv_cache, "SMALLEST_POOL", 8)
     monkeypatch.setattr(runner_module, "SHORTEST_PREFIX", 4)
     monkeypatch.setattr(Runner, "shortest_prefix", 4)
     monkeypatch.setattr(runner_module, "SMALLEST_CHUNK", 7)
@@ -170,7 +171,7 @@ def test_rows_are_read_apart_where_one_is_much_longer() -> None:
 def test_rows_that_begin_alike_are_read_once_and_see_the_same() -> None:
     decoder = training_engine().decoder
     system, prompt = list(range(200)), list(range(150, 250))
-    prompts = [system + prompt, prompt, system + prompt, prompt, system + [9], [7] * 80, system + prompt + [1]]
+    prompts = [system + prompt, prompt, system + prompt, prompt, [*system, 9], [7] * 80, system + prompt + [1]]
     rows = len(prompts)
     sharing, alone = Runner(decoder), Runner(decoder, prefix_bytes=0)
     for runner in (sharing, alone):

@@ -1,0 +1,86 @@
+"""Rows keep what is theirs through every move, and memory follows what sequences have."""
+
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from areal.engine.kv_cache import KeyValueCache
+from areal.engine.kv_pool import CacheShape
+
+SHAPE = CacheShape(layers=2, heads=1, head_dim=3, dtype=torch.float32)
+MOST = 1000
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Sequences join at the end, grow, and leave: the last row takes the place of one that left, as in the engine."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache = KeyValueCache(SHAPE, MOST)
+        self.rows: list[tuple[float, int]] = []
+        """The number that each row is full of, and its length."""
+        self.marks = 0.0
+
+    @rule(length=st.integers(1, 600))
+    def join(self, length: int) -> None:
+        self.marks += 1
+        row = len(self.rows)
+        self.cache.keep(row)
+        self.cache.put(row, length)
+        self.cache.block(row, length)[:] = self.marks
+        self.rows.append((self.marks, length))
+
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data(), more=st.sampled_from([1, 1, 120]))
+    def grow(self, data: st.DataObject, more: int) -> None:
+        grown = data.draw(st.integers(0, len(self.rows) - 1))
+        self.cache.keep(len(self.rows))
+        for _ in range(min(more, MOST - self.rows[grown][1])):
+            mark, length = self.rows[grown]
+            self.rows[grown] = mark, length + 1
+            self.cache.advance([length for _, length in self.rows])
+            self.cache.block(grown, length + 1)[:, :, length] = mark
+
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        gone = data.draw(st.integers(0, len(self.rows) - 1))
+        last = self.rows.pop()
+        if gone < len(self.rows):
+            self.cache.move(len(self.rows), gone)
+            self.rows[gone] = last
+
+    @invariant()
+    def rows_hold_what_is_theirs(self) -> None:
+        for row, (mark, length) in enumerate(self.rows):
+            assert (self.cache.block(row, length) == mark).all()
+
+    @invariant()
+    def slots_are_dense(self) -> None:
+        for pool in self.cache.pools:
+            assert len(pool.owners) <= pool.slots
+            assert [self.cache.home(owner).slot for owner in pool.owners] == [*range(len(pool.owners))]
+
+
+TestRows = CacheMachine.TestCase
+TestRows.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def test_one_long_sequence_among_many_short_ones_takes_its_own_memory() -> None:
+    cache = KeyValueCache(SHAPE, 65536)
+    for row in range(255):
+        cache.put(row, 100)
+    cache.put(255, 60_000)
+    bytes_of_a_token = 2 * 2 * 3 * 4
+    held = sum(pool.data.nbytes for pool in cache.pools)
+    assert held <= bytes_of_a_token * (256 * 128 + 65536)
+
+
+def test_memory_of_an_earlier_crowd_is_given_back() -> None:
+    cache = KeyValueCache(SHAPE, 65536)
+    for row in range(200):
+        cache.put(row, 1000)
+    cache.keep(0)
+    cache.put(0, 5000)
+    assert [pool.capacity for pool in cache._pools.values()] == [8192]
