@@ -4,9 +4,10 @@ The step alone, in trained tokens per second: groups that share a prompt, and 8-
 package does it against the same model in plain transformers with padded rows (same loss, same optimizer). End to end,
 in samples per second and in reward after the same steps: RLVRWorkflow against TRL's GRPOTrainer (same checkpoint,
 tasks, batch, group size, learning rate). Beside it the same run through an OpenAI-SDK agent, with where the processor
-time goes.
+time of a sample goes: the SDK's and the proxy's part are measured by calls on an engine that costs nothing.
 """
 
+import asyncio
 import json
 import os
 import subprocess
@@ -28,6 +29,7 @@ from areal.engine.architecture import read_architecture
 from areal.engine.models import find_model
 from areal.engine.packing import Span
 from areal.engine.training import TokenBatch, TrainingEngine
+from benchmarks.instant import instant_proxy
 from benchmarks.peers import outside_variables, peer_environment
 from benchmarks.report import Aim, main
 
@@ -178,6 +180,46 @@ def areal(workflow: str, place: Path, *overrides: str) -> dict[str, Any]:
     }
 
 
+def sample_costs(run: dict[str, Any]) -> dict[str, float]:
+    """Processor time per sample in µs, of a run through the SDK, by who used it."""
+    costs = asyncio.run(call_costs())
+    used = {name: 1e6 * seconds / (PROMPTS * SAMPLES * STEPS) for name, seconds in run["cpu_seconds"].items()}
+    workers = sum(cost for name, cost in used.items() if name.startswith("rollout worker"))
+    return {
+        "sdk": costs["sdk"] - costs["proxy"],
+        "proxy": costs["proxy"],
+        "rest_of_the_episode": workers - costs["sdk"],
+        "engine": used["engine"],
+        "trainer": used["driver"],
+    }
+
+
+async def call_costs() -> dict[str, float]:
+    """Processor time of a call in µs: to the proxy without the SDK, and with it; 64 at once."""
+    from openai import AsyncOpenAI
+
+    proxy = await instant_proxy()
+    session = proxy.open_session()
+    client = AsyncOpenAI(
+        base_url=session.base_url, api_key=session.api_key, http_client=proxy.http_client, max_retries=0
+    )
+    body = {"model": "default", "messages": [{"role": "user", "content": "Sort 5291"}]}
+    headers = {"authorization": f"Bearer {session.api_key}"}
+    calls: dict[str, Callable[[], Any]] = {
+        "proxy": lambda: proxy.http_client.post(f"{session.base_url}/chat/completions", json=body, headers=headers),
+        "sdk": lambda: client.chat.completions.create(**body),
+    }
+    costs = {}
+    for name, call in calls.items():
+        await asyncio.gather(*(call() for _ in range(64)))
+        before = time.process_time()
+        for _ in range(12):
+            await asyncio.gather(*(call() for _ in range(64)))
+        costs[name] = 1e6 * (time.process_time() - before) / (12 * 64)
+    await proxy.aclose()
+    return costs
+
+
 def end_to_end(name: str, step_seconds: list[float], rewards: list[float]) -> dict[str, Any]:
     """The first step is not counted: it warms caches, or has its episodes already."""
     counted = step_seconds[1:]
@@ -215,6 +257,7 @@ def run() -> tuple[dict[str, Any], list[Aim]]:
         Aim.at_least("samples/s over TRL, RLVRWorkflow", ratio, 5.0),
         Aim.at_most("reward behind TRL's after the same steps", peer["last_reward"] - direct["last_reward"], 0.05),
     ]
+    agent["cpu_us_per_sample"] = sample_costs(agent)
     return {"step": alone, "rlvr": direct, "trl": peer, "sdk_agent": agent, "over_trl": ratio}, aims
 
 

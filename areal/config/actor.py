@@ -33,6 +33,8 @@ class ActorConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     max_tokens_per_mb: int = 16384
     """Tokens in one forward and backward pass; bounds memory, does not change the result."""
+    gradient_checkpointing: bool = False
+    """Compute each layer again in the backward pass instead of keeping what it computed: less memory, more time."""
     ppo_n_minibatches: int = 1
     """Optimizer steps per batch."""
     eps_clip: float = 0.2

@@ -38,6 +38,9 @@ class RolloutConfig:
     """Rejected episodes in a row, with none accepted, before the run stops with the cause."""
     num_workers: int = 1
     """Processes that run episodes."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """What the embedded engine computes in. Its log-probs are the trainer's in float32 only; with bfloat16 the trainer
+    recomputes them (actor.recompute_logprob)."""
     in_process: bool = False
     """Run the episodes inside the driver, for breakpoints and tests."""
     stall_seconds: float | None = 0.5

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from areal.engine.architecture import Architecture, rotary_frequencies
 
@@ -80,13 +81,20 @@ class Decoder:
         sizes, eps = (architecture.hidden_size, architecture.head_dim), architecture.norm_eps
         self._floors = {size: self.flat.new_tensor((size * eps) ** 0.5) for size in sizes}
 
-    def hidden(self, ids: Tensor, positions: Tensor, attend: Attend, linear: Linear = F.linear) -> Tensor:
-        """Final hidden states [T,D] of `ids[T]` at `positions[T]`; `linear` multiplies by the matrices."""
-        cos, sin = self._rotary.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
+    def hidden(
+        self, ids: Tensor, positions: Tensor, attend: Attend, linear: Linear = F.linear, *, forgets: bool = False
+    ) -> Tensor:
+        """Final hidden states [T,D] of `ids[T]` at `positions[T]`; `linear` multiplies by the matrices.
+
+        `forgets` computes each layer again for its gradient instead of keeping what it computed.
+        """
+        rotation = self._rotary.index_select(0, positions).unsqueeze(1)
         h = F.embedding(ids, self.embedding)
-        for index, layer in enumerate(self.layers):
-            h = h + self._attention(layer, index, h, cos, sin, attend, linear)
-            h = h + self._mlp(layer, h, linear)
+        for index in range(len(self.layers)):
+            if forgets:
+                h = checkpoint(self._layer, index, h, rotation, attend, linear, use_reentrant=False)
+            else:
+                h = self._layer(index, h, rotation, attend, linear)
         return self._norm(h, self.final_norm)
 
     def logits(self, hidden: Tensor, linear: Linear = F.linear) -> Tensor:
@@ -101,8 +109,13 @@ class Decoder:
         length = torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), self._floors[size])
         return torch.addcdiv(self._zero, x, length, value=size**0.5).mul_(weight)
 
+    def _layer(self, index: int, h: Tensor, rotation: Tensor, attend: Attend, linear: Linear) -> Tensor:
+        layer = self.layers[index]
+        h = h + self._attention(layer, index, h, rotation, attend, linear)
+        return h + self._mlp(layer, h, linear)
+
     def _attention(
-        self, layer: Layer, index: int, h: Tensor, cos: Tensor, sin: Tensor, attend: Attend, linear: Linear
+        self, layer: Layer, index: int, h: Tensor, rotation: Tensor, attend: Attend, linear: Linear
     ) -> Tensor:
         a = self.architecture
         qkv = linear(self._norm(h, layer.attention_norm), layer.qkv, layer.qkv_bias)
@@ -111,7 +124,7 @@ class Decoder:
         )
         if layer.q_norm is not None and layer.k_norm is not None:
             qk = self._norm(qk, layer.head_norms(a.num_heads, a.num_kv_heads))
-        q, k = _rotate(qk, cos, sin).split((a.num_heads, a.num_kv_heads), dim=1)
+        q, k = _rotate(qk, *rotation.chunk(2, dim=-1)).split((a.num_heads, a.num_kv_heads), dim=1)
         return linear(attend(index, q, k, v).reshape(h.shape[0], -1), layer.output, layer.output_bias)
 
     def _mlp(self, layer: Layer, h: Tensor, linear: Linear) -> Tensor:

@@ -60,8 +60,7 @@ class EmbeddedEngine:
         self._activity = Activity()
         self._grammars = GrammarCompiler(tokenizer, runner.vocab_size)
         self.tokens_generated = 0
-        self.swap_seconds = 0.0
-        """How long the last change of weights held up generation: the copy, and the step that follows it."""
+        self._pauses: list[float] = []
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
         sequence = await self._admit(req)
@@ -95,7 +94,7 @@ class EmbeddedEngine:
         self._version = update.version
         self._digests[update.version] = update.digest
         self._cache_is_stale = True
-        self.swap_seconds = time.monotonic() - started
+        self._pauses.append(time.monotonic() - started)
 
     async def pause(self) -> None:
         self._check_alive()
@@ -120,6 +119,12 @@ class EmbeddedEngine:
     def activity(self) -> list[tuple[float, float]]:
         """Stretches of time (monotonic seconds) in which tokens were produced, since the last call."""
         return self._activity.take()
+
+    def pauses(self) -> list[float]:
+        """For how many seconds each change of weights held up generation (the copy, and the step after it), since the
+        last call."""
+        pauses, self._pauses = self._pauses, []
+        return pauses
 
     async def aclose(self) -> None:
         if self._loop is not None:
@@ -187,8 +192,11 @@ class EmbeddedEngine:
             self._activity.note(started, ended)
 
     def _tell_swap(self, step_seconds: float) -> None:
-        logger.debug(f"version {self._version}: copied in {self.swap_seconds:.3f} s, first step {step_seconds:.3f} s")
-        self.swap_seconds += step_seconds
+        if self._pauses:
+            logger.debug(
+                f"version {self._version}: copied in {self._pauses[-1]:.3f} s, first step {step_seconds:.3f} s"
+            )
+            self._pauses[-1] += step_seconds
 
     def _draw(self, logits: torch.Tensor) -> None:
         """One token for each running sequence; those that end get their answer."""

@@ -37,7 +37,7 @@ class KeyValuePool:
 
     @property
     def slots(self) -> int:
-        return self.data.shape[1]
+        return int(self.data.shape[1])
 
     def reserve(self, slots: int) -> bool:
         """Room for that many; whether it had to grow."""

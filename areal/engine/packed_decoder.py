@@ -19,8 +19,9 @@ HEAD_ELEMENTS = 1 << 24
 class PackedDecoder:
     """Implements `TrainableModel`."""
 
-    def __init__(self, architecture: Architecture) -> None:
+    def __init__(self, architecture: Architecture, *, gradient_checkpointing: bool = False) -> None:
         """The weights are zeros, to be loaded or initialised."""
+        self._gradient_checkpointing = gradient_checkpointing
         size = parameter_count(architecture)
         self.flat, self.flat_grad = torch.zeros(size), torch.zeros(size)
         self.decoder = Decoder(architecture, self.flat, self.flat_grad)
@@ -30,7 +31,8 @@ class PackedDecoder:
         return pack(spans, max_tokens)
 
     def logprobs(self, part: Pack, temperatures: Tensor) -> Tensor:
-        hidden = self.decoder.hidden(part.ids, part.positions, part.attend)[part.sources]
+        forgets = self._gradient_checkpointing and torch.is_grad_enabled()
+        hidden = self.decoder.hidden(part.ids, part.positions, part.attend, forgets=forgets)[part.sources]
         rows = max(1, HEAD_ELEMENTS // self.decoder.architecture.vocab_size)
         pieces = list(zip(hidden.split(rows), part.targets.split(rows), temperatures.split(rows), strict=True))
         if len(pieces) == 1:

@@ -60,6 +60,10 @@ class RemoteEngine:
     async def activity(self) -> list[tuple[float, float]]:
         return [(start, end) for start, end in await self._call("activity")]
 
+    async def pauses(self) -> list[float]:
+        pauses: list[float] = await self._call("pauses")
+        return pauses
+
     async def aclose(self) -> None:
         await self._channel.close()
 
@@ -77,6 +81,6 @@ class RemoteEngine:
 
 def engine_handlers(engine: Any, channel: Channel | None = None) -> dict[str, Handler]:
     """The other end: what a process that holds `engine` answers; streams need the channel they go back on."""
-    verbs = ("agenerate", "update_weights", "pause", "resume", "health", "activity")
+    verbs = ("agenerate", "update_weights", "pause", "resume", "health", "activity", "pauses")
     handlers: dict[str, Handler] = {verb: getattr(engine, verb) for verb in verbs if hasattr(engine, verb)}
     return handlers if channel is None else handlers | {"astream": TokenFeed(engine, channel).astream}

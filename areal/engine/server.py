@@ -1,4 +1,4 @@
-"""The embedded engine as a process of its own: `python -m areal.engine.server MODEL_DIRECTORY`.
+"""The embedded engine as a process of its own: `python -m areal.engine.server MODEL_DIRECTORY [DTYPE]`.
 
 It serves rollout workers on a Unix socket whose address it tells the driver, and ends, leaving nothing behind, when the
 driver hangs up or SIGTERM asks it to.
@@ -26,13 +26,13 @@ NICENESS = 10
 """Where cores are scarce the engine yields to those who ask it: more of them then share each decode step."""
 
 
-def load_engine(directory: Path) -> EmbeddedEngine:
+def load_engine(directory: Path, dtype: str = "float32") -> EmbeddedEngine:
     """An embedded engine on the weights of a model directory."""
-    return EmbeddedEngine(open_runner(directory), load_hf_tokenizer(directory))
+    return EmbeddedEngine(open_runner(directory, dtype), load_hf_tokenizer(directory))
 
 
-async def serve_engine(directory: Path) -> None:
-    engine = load_engine(directory)
+async def serve_engine(directory: Path, dtype: str = "float32") -> None:
+    engine = load_engine(directory, dtype)
     handlers = engine_handlers(engine) | {"cpu_seconds": time.process_time}
     ended = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
@@ -51,4 +51,4 @@ async def serve_engine(directory: Path) -> None:
 
 if __name__ == "__main__":
     os.nice(NICENESS)
-    asyncio.run(serve_engine(Path(sys.argv[1])))
+    asyncio.run(serve_engine(Path(sys.argv[1]), *sys.argv[2:]))

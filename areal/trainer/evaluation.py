@@ -1,5 +1,6 @@
 """How good the policy is on held-out tasks, and the sentence that says so."""
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -31,6 +32,11 @@ def verdict(before: Evaluation, after: Evaluation, seconds: float) -> str:
     what = "success" if before.is_success and after.is_success else "reward"
     rejected = f" ({after.rejected} of {after.tasks} episodes rejected)" if after.rejected else ""
     return f"held-out {what} {before.reward:.2f} → {after.reward:.2f} in {seconds:.0f} s{rejected}"
+
+
+def pause_figures(seconds: Sequence[float]) -> dict[str, float]:
+    """Median and maximum; nothing of nothing."""
+    return {"median": statistics.median(seconds), "max": max(seconds)} if seconds else {}
 
 
 def overlap(training: Sequence[tuple[float, float]], producing: Sequence[tuple[float, float]]) -> float:

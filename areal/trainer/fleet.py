@@ -129,6 +129,10 @@ class Fleet:
     def engine_activity(self) -> list[tuple[float, float]]:
         return self._wait(self._engine.activity())
 
+    def engine_pauses(self) -> list[float]:
+        """For how long each published version held up generation."""
+        return self._wait(self._engine.pauses())
+
     def fail(self, error: Exception) -> None:
         """Whoever waits here gets this error. Runs on the loop."""
         self._failure = self._failure or error

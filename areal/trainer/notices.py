@@ -27,6 +27,7 @@ def closing(summary: dict[str, Any], run: Path, model: Path, curve: Path) -> str
         f"{summary['calls']:,} model calls, {summary['calls_per_second']:.0f} per second · "
         f"engine busy during {summary['overlap']:.0%} of training",
         f"processor time · {cpu}",
+        *_pauses(summary["weight_pause_seconds"]),
         f"engine and trainer log-probs differ by at most {summary['max_logprob_difference']:.0e}",
         *summary.get("stalls", []),
         *_greedy(summary["held_out"]),
@@ -37,6 +38,15 @@ def closing(summary: dict[str, Any], run: Path, model: Path, curve: Path) -> str
         f"talk to it  areal chat {model}",
     ]
     return "\n".join(lines)
+
+
+def _pauses(seconds: dict[str, float]) -> list[str]:
+    if not seconds:
+        return []
+    return [
+        f"new weights held generation up for {1e3 * seconds['median']:.0f} ms (median), "
+        f"{1e3 * seconds['max']:.0f} ms at most"
+    ]
 
 
 def _greedy(held_out: dict[str, Any]) -> list[str]:

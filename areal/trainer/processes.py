@@ -61,7 +61,7 @@ class Processes:
         await self._home.open()
         indices = range(0 if rollout.in_process else rollout.num_workers)
         (engine, address), channels = await asyncio.gather(
-            self._start_engine(model, engine_threads),
+            self._start_engine(model, rollout.dtype, engine_threads),
             asyncio.gather(*(self._start_worker(index) for index in indices)),
         )
         setup = replace(setup, engine_address=address)
@@ -88,10 +88,10 @@ class Processes:
         await self._home.close()
         await self._scheduler.close()
 
-    async def _start_engine(self, model: Path, threads: int) -> tuple[RemoteEngine, str]:
+    async def _start_engine(self, model: Path, dtype: str, threads: int) -> tuple[RemoteEngine, str]:
         """The driver's handle on the engine, and the address that workers reach it at."""
         env = {"OMP_NUM_THREADS": str(threads)}
-        placement = await self._start(ENGINE_ROLE, ["areal.engine.server", str(model)], env)
+        placement = await self._start(ENGINE_ROLE, ["areal.engine.server", str(model), dtype], env)
         arrival = await self._home.expect(ENGINE_ROLE, 0, placement, timeout_seconds=START_SECONDS)
         self._watch(ENGINE_ROLE, placement, arrival.channel)
         return RemoteEngine(arrival.channel), arrival.info["address"]

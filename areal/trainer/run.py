@@ -15,7 +15,7 @@ from areal.engine.training import TrainingEngine
 from areal.rollout.admission import Admission
 from areal.trainer import notices
 from areal.trainer.checkpoint import load_checkpoint, save_checkpoint
-from areal.trainer.evaluation import overlap
+from areal.trainer.evaluation import overlap, pause_figures
 from areal.trainer.fleet import Fleet
 from areal.trainer.group_tensors import tensors_of
 from areal.trainer.interruption import Interrupted, Interruption
@@ -180,6 +180,7 @@ class TrainingRun:
             "overlap": overlap(self._training, generating),
             "generating_seconds": sum(end - start for start, end in generating),
             "training_seconds": sum(end - start for start, end in self._training),
+            "weight_pause_seconds": pause_figures(self._fleet.engine_pauses()),
             "cpu_seconds": {name: used - self._cpu_before[name] for name, used in self._fleet.cpu_seconds().items()},
             "rejections": dict(self._fleet.tally.counts),
             "stalls": self._fleet.stalls,
@@ -195,7 +196,7 @@ class TrainingRun:
 
     def _make_engine(self, model: Path) -> TrainingEngine:
         return TrainingEngine(
-            open_trainable(model),
+            open_trainable(model, gradient_checkpointing=self._config.actor.gradient_checkpointing),
             self._config.actor.optimizer,
             total_steps=self._plan.total_steps * self._config.actor.ppo_n_minibatches,
             max_tokens_per_mb=self._config.actor.max_tokens_per_mb,

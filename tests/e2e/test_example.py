@@ -31,6 +31,7 @@ def test_synchronous_run_leaves_everything_and_both_sides_compute_the_same(examp
     assert summary["verdict"] in run.lines
     assert summary["overlap"] == pytest.approx(0, abs=0.02)
     assert summary["max_logprob_difference"] < 1e-4
+    assert 0 < summary["weight_pause_seconds"]["median"] <= summary["weight_pause_seconds"]["max"]
     assert {"driver", "engine", "rollout worker 0"} == summary["cpu_seconds"].keys()
     steps = [row for row in metrics if "reward" in row]
     assert [row["step"] for row in steps] == [1, 2, 3]
@@ -44,6 +45,14 @@ def test_synchronous_run_leaves_everything_and_both_sides_compute_the_same(examp
     assert list((path / "tensorboard").glob("events.out.tfevents.*"))
     assert {each.name for each in (path / "logs").iterdir()} == {"engine.log", "rollout-worker-0.log"}
     assert f"areal chat {path.relative_to(tmp_path)}/checkpoints/step-000003" in run.text
+
+
+def test_a_bfloat16_engine_is_not_trusted_with_log_probs(example: Example, tmp_path: Path) -> None:
+    run = example("total_train_steps=3", "rollout.dtype=bfloat16", "actor.gradient_checkpointing=true")
+    assert run.wait() == 0, run.text
+    summary = summary_of(tmp_path / "runs/sort-digits/one")
+    assert summary["max_logprob_difference"] > 1e-4
+    assert "recomputed from now on" in " ".join(run.text.split())
 
 
 @pytest.mark.parametrize(

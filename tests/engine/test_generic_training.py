@@ -10,7 +10,8 @@ from generic_models import WRITERS, blank_picture, picture_ids, pictures, traine
 from safetensors.torch import load_file
 
 from areal.api.errors import ModelError, RequestError
-from areal.engine.model_choice import max_positions, open_trainable
+from areal.config.errors import ConfigError
+from areal.engine.model_choice import max_positions, open_runner, open_trainable
 from areal.engine.packing import Span
 from areal.engine.supervised import mean_nll
 from areal.engine.training import TokenBatch
@@ -131,3 +132,11 @@ def test_a_model_type_that_nobody_knows_is_refused(tmp_path: Path) -> None:
 def test_how_long_a_sequence_may_be_is_read_from_the_config(llava: Path, tmp_path: Path) -> None:
     assert max_positions(llava) == 2048
     assert max_positions(write_gpt2(tmp_path)) == 512
+
+
+def test_what_transformers_computes_is_float32_and_keeps_its_activations(tmp_path: Path) -> None:
+    model = write_gpt2(tmp_path / "gpt2")
+    with pytest.raises(ConfigError, match=r"gpt2 is computed by transformers, in float32, got rollout\.dtype=bfloat16"):
+        open_runner(model, "bfloat16")
+    with pytest.raises(ConfigError, match=r"lower actor\.max_tokens_per_mb"):
+        open_trainable(model, gradient_checkpointing=True)

@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_models import TINY, training_engine
+from tiny_models import TINY, randomise, training_engine
 from torch import Tensor
 
 from areal.config.actor import OptimizerConfig
 from areal.engine import packed_decoder
+from areal.engine.packed_decoder import PackedDecoder
 from areal.engine.packing import Span
 from areal.engine.training import TokenBatch, TrainingEngine, learning_rate
 from areal.engine.weights import digest
@@ -51,6 +52,16 @@ def test_the_gradient_does_not_depend_on_how_the_batch_is_cut(max_tokens_per_mb:
     for name in ("loss", "tokens", "grad_norm", "max_advantage"):
         assert cut_figures[name] == pytest.approx(figures[name], abs=1e-5)
     assert figures["forward_tokens"] <= cut_figures["forward_tokens"]
+
+
+def test_layers_that_are_computed_again_have_the_same_gradient() -> None:
+    whole, _ = gradient()
+    engine = TrainingEngine(
+        PackedDecoder(TINY, gradient_checkpointing=True), OptimizerConfig(gradient_clipping=0), total_steps=100
+    )
+    randomise(engine.decoder)
+    engine.train_batch(batch(), policy_gradient)
+    torch.testing.assert_close(engine.flat_grad, whole, atol=1e-6, rtol=0)
 
 
 def test_the_gradient_does_not_depend_on_how_many_logits_are_held_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

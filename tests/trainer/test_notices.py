@@ -9,6 +9,7 @@ SUMMARY: dict[str, Any] = {
     "calls_per_second": 321.4,
     "overlap": 0.712,
     "cpu_seconds": {"driver": 30.2, "rollout worker 0": 11.0},
+    "weight_pause_seconds": {"median": 0.0031, "max": 0.0124},
     "max_logprob_difference": 7.6e-06,
     "held_out": {"before_greedy": {"reward": 0.61, "tasks": 512}, "after_greedy": {"reward": 0.97, "tasks": 512}},
     "verdict": "held-out success 0.41 → 0.93 in 58 s",
@@ -20,6 +21,7 @@ def test_closing_lines_say_how_well_it_went_and_where_everything_is() -> None:
     assert lines == [
         "12,345 model calls, 321 per second · engine busy during 71% of training",
         "processor time · driver: 30 s · rollout worker 0: 11 s",
+        "new weights held generation up for 3 ms (median), 12 ms at most",
         "engine and trainer log-probs differ by at most 8e-06",
         "greedy 0.61 → 0.97 on 512 held-out tasks",
         "held-out success 0.41 → 0.93 in 58 s",
