@@ -21,6 +21,9 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """(x[T,in], weight[out,in], bias[out] or None) -> [T,out]"""
 
+Rotation = tuple[Tensor, ...]
+"""Cosines and sines [T,1,E]."""
+
 
 class Layer:
     """Parameters of one block, as views of the decoder's flat buffer."""
@@ -88,7 +91,7 @@ class Decoder:
 
         `forgets` computes each layer again for its gradient instead of keeping what it computed.
         """
-        rotation = self._rotary.index_select(0, positions).unsqueeze(1)
+        rotation = self._rotary.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
         h = F.embedding(ids, self.embedding)
         for index in range(len(self.layers)):
             if forgets:
@@ -109,22 +112,21 @@ class Decoder:
         length = torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), self._floors[size])
         return torch.addcdiv(self._zero, x, length, value=size**0.5).mul_(weight)
 
-    def _layer(self, index: int, h: Tensor, rotation: Tensor, attend: Attend, linear: Linear) -> Tensor:
+    def _layer(self, index: int, h: Tensor, rotation: Rotation, attend: Attend, linear: Linear) -> Tensor:
         layer = self.layers[index]
         h = h + self._attention(layer, index, h, rotation, attend, linear)
         return h + self._mlp(layer, h, linear)
 
     def _attention(
-        self, layer: Layer, index: int, h: Tensor, rotation: Tensor, attend: Attend, linear: Linear
+        self, layer: Layer, index: int, h: Tensor, rotation: Rotation, attend: Attend, linear: Linear
     ) -> Tensor:
         a = self.architecture
         qkv = linear(self._norm(h, layer.attention_norm), layer.qkv, layer.qkv_bias)
-        qk, v = qkv.view(-1, a.num_heads + 2 * a.num_kv_heads, a.head_dim).split(
-            (a.num_heads + a.num_kv_heads, a.num_kv_heads), dim=1
-        )
+        by_head = qkv.view(-1, a.num_heads + 2 * a.num_kv_heads, a.head_dim)
+        qk, v = torch.split_with_sizes(by_head, (a.num_heads + a.num_kv_heads, a.num_kv_heads), dim=1)
         if layer.q_norm is not None and layer.k_norm is not None:
             qk = self._norm(qk, layer.head_norms(a.num_heads, a.num_kv_heads))
-        q, k = _rotate(qk, *rotation.chunk(2, dim=-1)).split((a.num_heads, a.num_kv_heads), dim=1)
+        q, k = torch.split_with_sizes(_rotate(qk, *rotation), (a.num_heads, a.num_kv_heads), dim=1)
         return linear(attend(index, q, k, v).reshape(h.shape[0], -1), layer.output, layer.output_bias)
 
     def _mlp(self, layer: Layer, h: Tensor, linear: Linear) -> Tensor:

@@ -54,8 +54,9 @@ class KeyValuePool:
 
     def read(self, first: int, end: int, length: int, start: int = 0) -> list[tuple[Tensor, Tensor]]:
         """Keys and values [slots,K,length-start,E] of neighbouring slots, for each layer."""
-        layers = self.data[:, first:end, :, start:length].unbind(0)
-        return [layer.split(self.shape.heads, dim=1) for layer in layers]  # type: ignore[misc]
+        part = self.data[:, first:end, :, start:length]
+        keys, values = torch.split_with_sizes(part, (self.shape.heads, self.shape.heads), dim=2)
+        return list(zip(keys.unbind(0), values.unbind(0), strict=True))
 
     def block(self, slot: int, length: int) -> Tensor:
         """The first positions of a slot [layers,2K,length,E]."""

@@ -103,7 +103,7 @@ class Runner:
 
     @torch.inference_mode()
     def forward(self, ids: Tensor, positions: Tensor, pieces: Sequence[Piece]) -> Tensor:
-        self._cache.keep(len(ids))
+        self._cache.keep(ids.shape[0])
         return self._step(ids, positions, pieces)
 
     def _step(self, ids: Tensor, positions: Tensor, pieces: Sequence[Piece]) -> Tensor:
@@ -114,9 +114,9 @@ class Runner:
         for piece in pieces:
             if piece.start:
                 self._fetch_beginning(piece)
-        shared = self._shared.starts(len(ids)) if self._prefixes.budget_bytes else []
+        shared = self._shared.starts(ids.shape[0]) if self._prefixes.budget_bytes else []
         layout = lay_out(self._cache, ids, positions, pieces, shared)
-        with self._threads(len(layout.ids)):
+        with self._threads(layout.ids.shape[0]):
             logits = self._compute(layout)
         for piece in pieces:
             if piece.last:

@@ -17,6 +17,9 @@ CANDIDATES = 512
 """top_p and top_k look at this many of the likeliest before they sort the whole vocabulary."""
 BLOCK = 256
 """Tokens whose probabilities are summed before the search for the drawn one goes into detail."""
+ONE, WEYL, MIX_1, MIX_2 = np.array((1, 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB), dtype=np.uint64)
+S27, S30, S31, S40 = np.array((27, 30, 31, 40), dtype=np.uint64)
+UNIT = np.float32(2**-24)
 
 
 @dataclass
@@ -75,12 +78,11 @@ def sample(
 
 def uniforms(seeds: Array, counts: Sequence[int] | Array) -> Tensor:
     """The counts[b]-th number in [0, 1) of each seed's stream (splitmix64)."""
-    with np.errstate(over="ignore"):
-        x = seeds + (np.asarray(counts, dtype=np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        x = x ^ (x >> np.uint64(31))
-    return torch.from_numpy((x >> np.uint64(40)).astype(np.float32) * np.float32(2**-24))
+    x = seeds + (np.asarray(counts, dtype=np.uint64) + ONE) * WEYL  # arrays wrap around without a word
+    x = (x ^ (x >> S30)) * MIX_1
+    x = (x ^ (x >> S27)) * MIX_2
+    x = x ^ (x >> S31)
+    return torch.from_numpy((x >> S40).astype(np.float32) * UNIT)
 
 
 def _invert(probs: Tensor, u: Tensor) -> Tensor:

@@ -36,19 +36,19 @@ def lay_out(
     cache: KeyValueCache, ids: Tensor, positions: Tensor, pieces: Sequence[Piece], shared: Sequence[SharedStart]
 ) -> StepLayout:
     """`ids` at `positions` are the next tokens of the first rows; every row and the stage have room."""
-    pools = cache.pools
-    if not pieces and len(pools) == 1 and pools[0].owners == [*range(len(ids))]:
+    pools, batch = cache.pools, ids.shape[0]
+    if not pieces and len(pools) == 1 and pools[0].owners == [*range(batch)]:
         attention = CachedAttention(
             pools[0],
-            pools[0].places(slice(0, len(ids)), positions),
+            pools[0].places(slice(0, batch), positions),
             decode_runs(positions, (positions + 1).tolist(), shared),
             [],
             shared,
         )
-        return StepLayout(ids, positions, None, [(slice(0, len(ids)), attention)])
+        return StepLayout(ids, positions, None, [(slice(0, batch), attention)])
     layout = _Layout(ids, positions)
     for pool in pools:
-        layout.add(pool, [row for row in pool.owners if row < len(ids)], _in_pool(cache, pool, pieces), shared)
+        layout.add(pool, [row for row in pool.owners if row < batch], _in_pool(cache, pool, pieces), shared)
     layout.add(cache.stage, [], [(number, 0, piece) for number, piece in enumerate(pieces) if not piece.last], ())
     return layout.finish([number for number, piece in enumerate(pieces) if piece.last])
 
