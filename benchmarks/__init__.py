@@ -1,1 +1,5 @@
-"""Speed claims, each as a program: `python -m benchmarks.NAME --json` prints one JSON object on its last line."""
+"""Every speed claim as a ratio against a named peer. Settles how torch's threads wait, before torch loads."""
+
+from areal.utils.threads import quiet_threads
+
+quiet_threads()

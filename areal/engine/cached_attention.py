@@ -15,10 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from areal.engine.kv_pool import KeyValuePool
-from areal.engine.shared_rows import SharedStart
-
-CALL_POSITIONS = 128
-"""A call costs about as much as reading this many positions of a row."""
+from areal.engine.shared_rows import CALL_POSITIONS, SharedStart
 
 
 @dataclass

@@ -61,6 +61,7 @@ class EmbeddedEngine:
         self._grammars = GrammarCompiler(tokenizer, runner.vocab_size)
         self.tokens_generated = 0
         self._pauses: list[float] = []
+        self._pause_began: float | None = None
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
         sequence = await self._admit(req)
@@ -87,14 +88,14 @@ class EmbeddedEngine:
         else:
             published = await asyncio.to_thread(self._published.read, update, size)
             self._check_alive()
-        started = time.monotonic()
+        if self._rows and self._pause_began is None:
+            self._pause_began = time.monotonic()
         for sequence in self._rows.sequences:
             sequence.settle(self._version)
         self._runner.flat.copy_(published)
         self._version = update.version
         self._digests[update.version] = update.digest
         self._cache_is_stale = True
-        self._pauses.append(time.monotonic() - started)
 
     async def pause(self) -> None:
         self._check_alive()
@@ -121,8 +122,8 @@ class EmbeddedEngine:
         return self._activity.take()
 
     def pauses(self) -> list[float]:
-        """For how many seconds each change of weights held up generation (the copy, and the step after it), since the
-        last call."""
+        """For how many seconds each change of weights held up a running request (the copy, and until all of them were
+        computed again under the new weights), since the last call."""
         pauses, self._pauses = self._pauses, []
         return pauses
 
@@ -169,8 +170,7 @@ class EmbeddedEngine:
         """One token for every running sequence and for those whose prompts are complete now."""
         started, before = time.monotonic(), self.tokens_generated
         self._remove_ended()
-        swapped = self._cache_is_stale
-        if swapped:
+        if self._cache_is_stale:
             self._admission.begin_again(self._rows.clear())
             self._cache_is_stale = False
         first = len(self._rows)
@@ -186,17 +186,11 @@ class EmbeddedEngine:
         if not self._rows and not self._admission:
             self._work.clear()
         ended = time.monotonic()
-        if swapped:
-            self._tell_swap(ended - started)
+        if self._pause_began is not None and not self._admission.begun:
+            self._pauses.append(ended - self._pause_began)
+            self._pause_began = None
         if self.tokens_generated > before:
             self._activity.note(started, ended)
-
-    def _tell_swap(self, step_seconds: float) -> None:
-        if self._pauses:
-            logger.debug(
-                f"version {self._version}: copied in {self._pauses[-1]:.3f} s, first step {step_seconds:.3f} s"
-            )
-            self._pauses[-1] += step_seconds
 
     def _draw(self, logits: torch.Tensor) -> None:
         """One token for each running sequence; those that end get their answer."""

@@ -5,6 +5,7 @@ sequences have, not how many there are times the longest of them, and those that
 long. Which slot of which pool a row has is nobody else's business but the attention's.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -55,10 +56,7 @@ class KeyValueCache:
         if row in self._homes:
             self._free(row)
         self._note_rows(row + 1)
-        capacity = SMALLEST_POOL
-        while capacity < length:
-            capacity *= 2
-        self._settle(row, min(capacity, self._max_positions))
+        self._settle(row, self._capacity(length))
         self._lengths[row] = length
 
     def keep(self, rows: int) -> None:
@@ -71,10 +69,19 @@ class KeyValueCache:
         """The first rows are about to have these lengths."""
         count = len(lengths)
         self._lengths[:count] = lengths
-        for row in np.flatnonzero(self._lengths[:count] > self._capacities[:count]).tolist():
-            held = self.block(row, lengths[row] - 1).clone()
-            self.put(row, lengths[row])
+        grown = np.flatnonzero(self._lengths[:count] > self._capacities[:count]).tolist()
+        if not grown:
+            return
+        for capacity, number in Counter(self._capacity(lengths[row]) for row in grown).items():
+            self._pool(capacity, number)
+        # The last of a pool first, so that nothing takes its place.
+        for row in sorted(grown, key=lambda row: -self._homes[row].slot):
+            held = self.block(row, lengths[row] - 1)
+            home = self._homes.pop(row)
+            self._settle(row, self._capacity(lengths[row]))
             self.block(row, lengths[row] - 1)[:] = held
+            self._vacate(home, row)
+        self._pools = {size: pool for size, pool in self._pools.items() if pool.owners}
 
     def move(self, source: int, target: int) -> None:
         """Let the sequence in row `source` live in row `target`; what that held is gone."""
@@ -92,19 +99,33 @@ class KeyValueCache:
             self.stage = KeyValuePool(self._shape, min(max(length, 2 * old.capacity), self._max_positions), slots=1)
             self.stage.block(0, old.capacity)[:] = old.block(0, old.capacity)
 
-    def _settle(self, row: int, capacity: int) -> None:
+    def _capacity(self, length: int) -> int:
+        """Of the pool for sequences of that length."""
+        capacity = SMALLEST_POOL
+        while capacity < length:
+            capacity *= 2
+        return min(capacity, self._max_positions)
+
+    def _pool(self, capacity: int, more: int) -> KeyValuePool:
+        """With room for so many more."""
         if capacity not in self._pools:
             self._pools[capacity] = KeyValuePool(self._shape, capacity)
         pool = self._pools[capacity]
-        if pool.reserve(len(pool.owners) + 1):  # a good moment to give back what nobody needs any more
+        if pool.reserve(len(pool.owners) + more):  # a good moment to give back what nobody needs any more
             self._pools = {size: each for size, each in self._pools.items() if each.owners or each is pool}
+        return pool
+
+    def _settle(self, row: int, capacity: int) -> None:
+        pool = self._pool(capacity, 1)
         self._homes[row] = Home(pool, len(pool.owners))
         self._capacities[row] = capacity
         pool.owners.append(row)
 
     def _free(self, row: int) -> None:
+        self._vacate(self._homes.pop(row), row)
+
+    def _vacate(self, home: Home, row: int) -> None:
         """The last of the pool takes the place that is free."""
-        home = self._homes.pop(row)
         pool, last = home.pool, home.pool.owners.pop()
         if last != row:
             length = int(self._lengths[last])

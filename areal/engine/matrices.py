@@ -29,7 +29,7 @@ class Matrices:
     def __init__(self, weights: Sequence[Tensor]) -> None:
         size = sum(weight.numel() * weight.element_size() for weight in weights)
         fits = size >= SMALLEST_BYTES and 2 * size <= MEMORY_SHARE * _memory_bytes()
-        self.weights = list(weights) if fits and torch.backends.mkldnn.is_available() else []
+        self.weights = list(weights) if fits and _has_layouts(weights[0].dtype) else []
         self._transposed: dict[int, Tensor] = {}
         self._blocked: dict[int, Tensor] = {}
 
@@ -50,6 +50,12 @@ class Matrices:
             return product
         transposed = self._transposed[id(weight)]
         return torch.mm(x, transposed) if bias is None else torch.addmm(bias, x, transposed)
+
+
+def _has_layouts(dtype: torch.dtype) -> bool:
+    if not torch.backends.mkldnn.is_available():
+        return False
+    return dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _memory_bytes() -> int:

@@ -1,6 +1,6 @@
 """The decoder as a model that learns: packed sequences, each shared prefix once, the head only where the loss is."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -27,7 +27,7 @@ class PackedDecoder:
         self.decoder = Decoder(architecture, self.flat, self.flat_grad)
         self.matrices = sum(p.numel() for p in self.decoder.parameters.values() if p.dim() > 1)
 
-    def passes(self, spans: Sequence[Span], max_tokens: int) -> list[Pack]:
+    def passes(self, spans: Sequence[Span], max_tokens: int) -> Iterator[Pack]:
         return pack(spans, max_tokens)
 
     def logprobs(self, part: Pack, temperatures: Tensor) -> Tensor:

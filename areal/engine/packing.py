@@ -7,7 +7,7 @@ A sequence that shares too little to pay for the larger bin begins a trie of its
 Every position that is asked for is a pair: the node that predicts it, and the token that follows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -80,17 +80,20 @@ class Pack:
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
-def pack(spans: Sequence[Span], max_tokens: int) -> list[Pack]:
-    """Passes of at most `max_tokens` tokens each (a single longer sequence gets a pass of its own)."""
+def pack(spans: Sequence[Span], max_tokens: int) -> Iterator[Pack]:
+    """Passes of at most `max_tokens` tokens each (a single longer sequence gets one of its own), made as they are
+    needed: masks may be large."""
     offsets = np.cumsum([0, *(len(span.asked) for span in spans)]).tolist()
-    builders = [_Builder(max_tokens)]
+    builder = _Builder(max_tokens)
     for i in sorted(range(len(spans)), key=lambda i: (spans[i].group, spans[i].ids.tolist())):
         if len(spans[i].asked) == 0:
             continue
-        if not builders[-1].add(spans[i], offsets[i]):
-            builders.append(_Builder(max_tokens))
-            builders[-1].add(spans[i], offsets[i])
-    return [builder.build() for builder in builders if builder.tokens]
+        if not builder.add(spans[i], offsets[i]):
+            yield builder.build()
+            builder = _Builder(max_tokens)
+            builder.add(spans[i], offsets[i])
+    if builder.tokens:
+        yield builder.build()
 
 
 class _Bin:
@@ -209,7 +212,8 @@ def _mask(bins: list[_Bin]) -> Tensor | None:
     if bins[0].is_plain:
         return None
     size = bins[0].size
-    triangle = np.triu(np.full((size, size), -np.inf, dtype=np.float32), k=1)
+    longest = max(trie.longest for each in bins for trie in each.tries)
+    triangle = np.triu(np.full((longest, longest), -np.inf, dtype=np.float32), k=1)
     masks = np.full((len(bins), 1, size, size), -np.inf, dtype=np.float32)
     for each, mask in zip(bins, masks[:, 0], strict=True):
         each.open(mask, triangle)

@@ -158,6 +158,7 @@ class Runner:
         if len(ids) >= SHORTEST_PREFIX and self._prefixes.budget_bytes:
             self._prefixes.add(ids, self._cache.block(row, len(ids)))
 
+    @torch.inference_mode()
     def _refresh(self) -> None:
         version = self.decoder.flat._version
         if version == self._seen_version:

@@ -6,13 +6,16 @@ them: the samples of a group, conversations with one system prompt.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
 from areal.api.messages import Array
 
-LEAST_SAVED = 512
-"""Positions that need not be read: fewer cost less than the calls that save them."""
+CALL_POSITIONS = 128
+"""A call of attention costs about as much as reading this many positions of a row."""
+LEAST_SAVED = 4 * CALL_POSITIONS
+"""Positions that need not be read: fewer cost less than what joining the two parts does."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +30,15 @@ class SharedStart:
         return (len(self.rows) - 1) * self.length >= LEAST_SAVED
 
     def among(self, rows: list[int]) -> "SharedStart | None":
-        """The same for those of its rows that are in `rows`, by their places there; None if it does not pay."""
-        start = SharedStart([place for place, row in enumerate(rows) if row in self.rows], self.length)
-        return start if start.pays else None
+        """The same for those of its rows that are in `rows`, by their places there; None if it does not pay.
+
+        Rows that share nothing stand between, and each stretch of those that do is a call.
+        """
+        members = set(self.rows)
+        places = [place for place, row in enumerate(rows) if row in members]
+        cuts = sum(after - before > 1 for before, after in pairwise(places))
+        saved = (len(places) - 1) * self.length - 2 * cuts * CALL_POSITIONS
+        return SharedStart(places, self.length) if saved >= LEAST_SAVED else None
 
 
 class SharedRows:

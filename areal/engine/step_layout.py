@@ -37,7 +37,8 @@ def lay_out(
 ) -> StepLayout:
     """`ids` at `positions` are the next tokens of the first rows; every row and the stage have room."""
     pools, batch = cache.pools, ids.shape[0]
-    if not pieces and len(pools) == 1 and pools[0].owners == [*range(batch)]:
+    if not pieces and len(pools) == 1 and pools[0].owners == (rows := [*range(batch)]):
+        shared = _among(rows, shared)
         attention = CachedAttention(
             pools[0],
             pools[0].places(slice(0, batch), positions),
@@ -62,6 +63,10 @@ def _in_pool(cache: KeyValueCache, pool: KeyValuePool, pieces: Sequence[Piece]) 
     homes = [(number, cache.home(piece.rows[0]), piece) for number, piece in enumerate(pieces) if piece.last]
     here = [(number, home.slot, piece) for number, home, piece in homes if home.pool is pool]
     return sorted(here, key=lambda placed: (placed[2].start, placed[2].end))
+
+
+def _among(rows: list[int], shared: Sequence[SharedStart]) -> list[SharedStart]:
+    return [start for start in (one.among(rows) for one in shared) if start is not None]
 
 
 class _Layout:
@@ -101,7 +106,7 @@ class _Layout:
         if not slots:
             return
         at = torch.tensor(self._new_positions[begin:])
-        here = [start for start in (one.among(rows) for one in shared) if start is not None]
+        here = _among(rows, shared)
         lengths = [place + 1 for place in self._new_positions[begin : begin + len(rows)]]
         runs = decode_runs(at[: len(rows)], lengths, here)
         attention = CachedAttention(pool, pool.places(torch.tensor(slots), at), runs, chunks, here)

@@ -15,15 +15,17 @@ class TokenTrie:
         self.ids: list[Array] = []
         self.depths: list[Array] = []
         self.size = 0
+        self.is_plain = True
+        """Each sequence goes on where the last one ended: a token sees whatever stands before it."""
         self._blocks: list[list[Stretch]] = []
         """Per sequence: its path, of which the last stretch is new."""
         self._last = np.empty(0, dtype=np.int64)
         self._path = np.empty(0, dtype=np.int64)
 
     @property
-    def is_plain(self) -> bool:
-        """It holds one sequence: a token sees whatever stands before it."""
-        return len(self._blocks) == 1
+    def longest(self) -> int:
+        """Tokens that a sequence has to itself, at most."""
+        return max(len(part) for part in self.ids)
 
     def shared(self, ids: Array) -> int:
         """How many tokens `ids` has in common with the last sequence."""
@@ -37,6 +39,7 @@ class TokenTrie:
     def add(self, ids: Array, kept: int) -> Array:
         """Add a sequence that shares its first `kept` tokens; return the node of each of its tokens."""
         end = self.size + len(ids) - kept
+        self.is_plain = self.is_plain and kept == self.size
         self._path = np.concatenate((self._path[:kept], np.arange(self.size, end)))
         self.ids.append(ids[kept:])
         self.depths.append(np.arange(kept, len(ids)))

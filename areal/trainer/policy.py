@@ -28,13 +28,17 @@ class PolicyUpdate:
         seed: int,
         *,
         seen_difference: float = 0.0,
+        same_arithmetic: bool = True,
     ) -> None:
-        """`seen_difference`: the largest between engine and trainer that this run met before it was resumed."""
+        """`seen_difference`: the largest between engine and trainer that this run met before it was resumed.
+
+        `same_arithmetic`: the engine computes as the trainer does; otherwise `auto` recomputes from the first step on.
+        """
         self._engine = engine
         self._actor = actor
         self._reference = reference
         self._seed = seed
-        self._recompute = actor.recompute_logprob is True
+        self._recompute = actor.recompute_logprob is True or (actor.recompute_logprob == "auto" and not same_arithmetic)
         self._distrust(seen_difference)
 
     def step(self, groups: Sequence[GroupResult]) -> dict[str, float]:

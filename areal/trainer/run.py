@@ -38,13 +38,15 @@ class TrainingRun:
         self._tokenizer = load_hf_tokenizer(plan.tokenizer)
         self._engine = self._make_engine(plan.model)
         self._step, self._settled, self._account = self._resume()
-        reference = self._make_engine(find_model(self._config.ref.path)) if self._config.actor.kl_ctl else None
+        penalised = self._config.actor.kl_ctl > 0
+        reference = self._make_engine(find_model(self._config.ref.path), learns=False) if penalised else None
         self._update = PolicyUpdate(
             self._engine,
             self._config.actor,
             reference,
             self._config.seed,
             seen_difference=self._account.max_logprob_difference,
+            same_arithmetic=self._config.rollout.dtype == "float32",
         )
         self._training: list[tuple[float, float]] = []
 
@@ -194,9 +196,10 @@ class TrainingRun:
     def _due(self, freq_steps: int | None) -> bool:
         return freq_steps is not None and self._step % freq_steps == 0 and self._step < self._plan.total_steps
 
-    def _make_engine(self, model: Path) -> TrainingEngine:
+    def _make_engine(self, model: Path, *, learns: bool = True) -> TrainingEngine:
+        forgets = learns and self._config.actor.gradient_checkpointing
         return TrainingEngine(
-            open_trainable(model, gradient_checkpointing=self._config.actor.gradient_checkpointing),
+            open_trainable(model, gradient_checkpointing=forgets),
             self._config.actor.optimizer,
             total_steps=self._plan.total_steps * self._config.actor.ppo_n_minibatches,
             max_tokens_per_mb=self._config.actor.max_tokens_per_mb,

@@ -61,7 +61,7 @@ class SFTTrainer:
         directory = self._directory = self._directory or RunDirectory.open(self.config)
         total = self._total_steps()
         engine = TrainingEngine(
-            open_trainable(self._model),
+            open_trainable(self._model, gradient_checkpointing=self.config.actor.gradient_checkpointing),
             self.config.actor.optimizer,
             total_steps=total,
             max_tokens_per_mb=self.config.actor.max_tokens_per_mb,

@@ -4,6 +4,7 @@ Prompts are rendered and answers read as the proxy does it, so the same task giv
 """
 
 import inspect
+import json
 import math
 import uuid
 from collections.abc import Callable, Sequence
@@ -53,7 +54,7 @@ class RLVRWorkflow(RolloutWorkflow):
         stops = dict.fromkeys([*ending.stop_token_ids, *self._renderer.turn_end_ids])
         self.gconfig = ending.new(n_samples=1, stop_token_ids=list(stops))
         self.tokenizer = tokenizer
-        self._prompts: dict[str, tuple[str, list[int]]] = {}
+        self._prompts: dict[str, tuple[str, tuple[int, ...]]] = {}
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Tensor] | None:
         prompt, ids = self._prompt(self._messages(data))
@@ -61,13 +62,18 @@ class RLVRWorkflow(RolloutWorkflow):
 
     def _prompt(self, messages: list[dict[str, Any]]) -> tuple[str, list[int]]:
         """Messages as the model reads them, and their tokens."""
-        key = repr(messages)
+        try:
+            key = json.dumps(messages)
+        except TypeError:  # what is no JSON may look alike and be different
+            prompt = self._renderer.render(messages, None)
+            return prompt, self._renderer.encode(prompt)
         if key not in self._prompts:
             if len(self._prompts) >= PROMPTS:
                 del self._prompts[next(iter(self._prompts))]
             prompt = self._renderer.render(messages, None)
-            self._prompts[key] = prompt, self._renderer.encode(prompt)
-        return self._prompts[key]
+            self._prompts[key] = prompt, tuple(self._renderer.encode(prompt))
+        prompt, ids = self._prompts[key]
+        return prompt, list(ids)
 
     def _open_renderer(self, tokenizer: Any) -> Renderer:
         return Renderer(tokenizer)

@@ -21,12 +21,14 @@ def read_job() -> dict[str, Any]:
 
 def measure(job: dict[str, Any], generate: Generate) -> None:
     """Time each case of the job and print the result; `tokens` of a case are drawn, the best of its repeats counts."""
-    generate(prompts(job["vocab"], 2, 16, seed=0), 4)
+    generate(prompts(job["vocab"], 2, 16, seed="first"), 4)
     rates: dict[str, dict[str, float]] = {}
     for case in job["cases"]:
         best = {"per_second": 0.0, "per_cpu_second": 0.0}
         for repeat in range(case["repeats"]):
-            asked = prompts(job["vocab"], case["concurrency"], case["prompt"], seed=repeat + 1, alike=case["alike"])
+            asked = prompts(
+                job["vocab"], case["concurrency"], case["prompt"], seed=f"{case['name']} {repeat}", alike=case["alike"]
+            )
             started, worked = time.perf_counter(), time.process_time()
             came = generate(asked, case["new"])
             seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - worked
@@ -40,7 +42,7 @@ def measure(job: dict[str, Any], generate: Generate) -> None:
     print(json.dumps(rates))
 
 
-def prompts(vocab: int, count: int, length: int, *, seed: int, alike: bool = False) -> list[list[int]]:
+def prompts(vocab: int, count: int, length: int, *, seed: str, alike: bool = False) -> list[list[int]]:
     """Random token ids, other ones for every seed; `alike` makes all prompts equal."""
     draw = random.Random(seed)
     each = [[draw.randrange(3, vocab) for _ in range(length)] for _ in range(1 if alike else count)]

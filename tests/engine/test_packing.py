@@ -54,7 +54,7 @@ def test_packed_logprobs_are_those_of_each_sequence_alone(spans: list[Span], bud
 @settings(max_examples=60, deadline=None)
 @given(spans=span_lists(), budget=st.integers(1, 80))
 def test_passes_keep_to_the_budget_and_ask_for_every_position_once(spans: list[Span], budget: int) -> None:
-    packs = pack(spans, budget)
+    packs = list(pack(spans, budget))
     longest = max((int(span.asked[-1]) for span in spans if len(span.asked)), default=0)
     assert all(len(part.ids) <= max(budget, longest) for part in packs)
     assert all(sum(row.tokens for row in part.rows) == len(part.ids) for part in packs)
@@ -79,6 +79,12 @@ def test_long_answers_to_a_short_prompt_are_not_forced_into_one_square_mask() ->
     assert [(row.count, row.size, row.mask) for row in part.rows] == [(8, 1009, None)]
 
 
+def test_a_conversation_is_plainly_causal_whatever_its_turns() -> None:
+    ids = np.arange(200)
+    (part,) = pack([Span(ids[:end], np.arange(end - 5, end), group=0) for end in (50, 100, 100, 200)], 1000)
+    assert [(row.count, row.size, row.mask) for row in part.rows] == [(1, 199, None)]
+
+
 def test_sequences_of_different_groups_share_nothing() -> None:
     ids = np.arange(10)
     (part,) = pack([Span(ids, np.array([9]), group) for group in (0, 1)], 1000)
@@ -86,4 +92,4 @@ def test_sequences_of_different_groups_share_nothing() -> None:
 
 
 def test_a_batch_that_asks_for_nothing_makes_no_pass() -> None:
-    assert pack([Span(np.arange(5), np.array([], dtype=np.int64), 0)], 10) == []
+    assert list(pack([Span(np.arange(5), np.array([], dtype=np.int64), 0)], 10)) == []

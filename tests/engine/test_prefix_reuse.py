@@ -225,6 +225,29 @@ def test_faster_layouts_compute_the_same_and_follow_the_weights(batch: int, monk
             decoder.flat.copy_(trainer.flat * 1.3)
 
 
+async def test_faster_layouts_follow_a_swap_whatever_was_asked_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matrices, "SMALLEST_BYTES", 0)
+    trainer = training_engine()
+    engine = EmbeddedEngine(Runner(training_engine().decoder))
+    running = asyncio.create_task(engine.agenerate(ask([1, 2, 3], new=200)))
+    for _ in range(100):
+        await asyncio.sleep(0)
+    trainer.flat.detach().mul_(1.1)
+    trainer.version = 1
+    await engine.update_weights(trainer.publish())
+    assert (await running).output_versions[-1] == 1
+    await engine.aclose()
+    trainer.close()
+
+
+def test_bfloat16_has_no_layouts_where_the_processor_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matrices, "SMALLEST_BYTES", 0)
+    runner = Runner(training_engine().decoder, dtype=torch.bfloat16)
+    runner.prefill([0], [[1, 2, 3]])
+    assert runner.decode([5], [3]).isfinite().all()
+    assert bool(runner._matrices.weights) == torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
 def test_bfloat16_is_close_and_follows_the_weights() -> None:
     decoder = training_engine().decoder
     exact, rough = Runner(decoder), Runner(decoder, dtype=torch.bfloat16)
