@@ -99,21 +99,21 @@ class CachedAttention:
         parts = [_attention(q[run.first : run.end], *caches[layer], run.mask) for run, caches in self._runs]
         mixed = _joined([part for part, _ in parts])
         if self._shared:
-            weights = _joined([weight for _, weight in parts])
+            weights = _joined([weight for _, weight in parts]).flatten(1, 2)
             for rows, caches in self._shared:
                 _join_start(mixed, weights, rows, q[rows], *caches[layer])
         return mixed
 
 
 def _attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """[rows,H,E], and the logarithm [rows,H] of the sum of the exponentials that it was divided by."""
+    """[rows,H,E], and the logarithm [rows,K,G] of the sum of the exponentials that it was divided by."""
     rows, heads, _, size = keys.shape
     # The queries that share a key-value head stand as rows of one product. This is what scaled_dot_product_attention
     # calls on a processor; it does not hand out the second result.
     mixed, weight = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q.view(rows, heads, -1, size), keys, values, attn_mask=mask
     )
-    return mixed.flatten(1, 2), weight.flatten(1, 2)
+    return mixed.flatten(1, 2), weight
 
 
 def _join_start(mixed: Tensor, weights: Tensor, rows: Tensor, q: Tensor, keys: Tensor, values: Tensor) -> None:

@@ -108,14 +108,15 @@ class Runner:
 
     def _step(self, ids: Tensor, positions: Tensor, pieces: Sequence[Piece]) -> Tensor:
         self._refresh()
-        self._cache.advance((positions + 1).tolist())
+        lengths = (positions + 1).tolist()
+        self._cache.advance(lengths)
         for piece in pieces:
             self._make_room(piece)
         for piece in pieces:
             if piece.start:
                 self._fetch_beginning(piece)
         shared = self._shared.starts(ids.shape[0]) if self._prefixes.budget_bytes else []
-        layout = lay_out(self._cache, ids, positions, pieces, shared)
+        layout = lay_out(self._cache, ids, positions, lengths, pieces, shared)
         with self._threads(layout.ids.shape[0]):
             logits = self._compute(layout)
         for piece in pieces:
@@ -134,7 +135,10 @@ class Runner:
         before = torch.get_num_threads()
         small = 2 * tokens * self.decoder.flat.numel() < ONE_THREAD_FLOPS
         reads = tokens == 1 and before <= MEMORY_THREADS
-        torch.set_num_threads(1 if small or reads else before)
+        if before == 1 or not (small or reads):
+            yield
+            return
+        torch.set_num_threads(1)
         try:
             yield
         finally:
@@ -158,16 +162,18 @@ class Runner:
         if len(ids) >= SHORTEST_PREFIX and self._prefixes.budget_bytes:
             self._prefixes.add(ids, self._cache.block(row, len(ids)))
 
-    @torch.inference_mode()
     def _refresh(self) -> None:
         version = self.decoder.flat._version
-        if version == self._seen_version:
-            return
+        if version != self._seen_version:
+            self._follow_weights()
+            self._seen_version = version
+
+    @torch.inference_mode()
+    def _follow_weights(self) -> None:
         if self._computing is not self.decoder:
             self._computing.flat.copy_(self.decoder.flat)
         self._matrices.refresh()
         self._prefixes.clear()
-        self._seen_version = version
 
     def _make_room(self, piece: Piece) -> None:
         """Rows for a prompt that will be complete, and for its next token; otherwise the stage."""

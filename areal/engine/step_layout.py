@@ -33,16 +33,21 @@ class StepLayout:
 
 
 def lay_out(
-    cache: KeyValueCache, ids: Tensor, positions: Tensor, pieces: Sequence[Piece], shared: Sequence[SharedStart]
+    cache: KeyValueCache,
+    ids: Tensor,
+    positions: Tensor,
+    lengths: list[int],
+    pieces: Sequence[Piece],
+    shared: Sequence[SharedStart],
 ) -> StepLayout:
-    """`ids` at `positions` are the next tokens of the first rows; every row and the stage have room."""
+    """`ids` at `positions` are the next tokens of the first rows, which will have `lengths`; there is room for all."""
     pools, batch = cache.pools, ids.shape[0]
     if not pieces and len(pools) == 1 and pools[0].owners == (rows := [*range(batch)]):
         shared = _among(rows, shared)
         attention = CachedAttention(
             pools[0],
             pools[0].places(slice(0, batch), positions),
-            decode_runs(positions, (positions + 1).tolist(), shared),
+            decode_runs(positions, lengths, shared),
             [],
             shared,
         )
