@@ -1,5 +1,5 @@
 """Every speed claim as a ratio against a named peer. Settles how torch's threads wait, before torch loads."""
 
-from areal.utils.threads import quiet_threads
+from areal.utils.threads import settle_waiting
 
-quiet_threads()
+settle_waiting()

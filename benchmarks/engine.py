@@ -21,7 +21,7 @@ from typing import Any
 from areal.engine.architecture import read_architecture
 from areal.engine.decoder import parameter_count
 from areal.engine.models import find_model
-from areal.utils.threads import OPENMP
+from areal.utils.threads import ALONE
 from benchmarks.peers import outside_variables, peer_environment
 from benchmarks.report import Aim, main
 from benchmarks.smollm2 import converter_python, smollm2, smollm2_gguf, tiny_gguf
@@ -79,8 +79,8 @@ def llama_python() -> Path:
 
 
 GENERATORS = {
-    "ours": Generator("ours.py", here, {"sharing": True}, OPENMP),
-    "ours without sharing": Generator("ours.py", here, {"sharing": False}, OPENMP, ("135m",), (SHARED,)),
+    "ours": Generator("ours.py", here, {"sharing": True}, ALONE),
+    "ours without sharing": Generator("ours.py", here, {"sharing": False}, ALONE, ("135m",), (SHARED,)),
     "transformers": Generator("transformers_generate.py", here, {"continuous": False}, {}),
     "transformers continuous": Generator(
         "transformers_generate.py", converter_python, {"continuous": True}, {}, cases=("1", "8", "32"), slow=True
@@ -234,7 +234,7 @@ def shares(results: dict[str, dict[str, Any]], limits: dict[str, float]) -> dict
 
 
 def run(peers: list[str], models: list[str], quick: bool) -> tuple[dict[str, Any], list[Aim]]:
-    limits = run_script("limits.py", here(), {"threads": CORES}, OPENMP)
+    limits = run_script("limits.py", here(), {"threads": CORES}, ALONE)
     chosen = [name for name in GENERATORS if name.split()[0] in ("ours", *peers)]
     results = measure(chosen, models, quick)
     figures = {"limits": limits, "tokens": results, "shares": shares(results, limits)}

@@ -7,7 +7,7 @@ import venv
 from collections.abc import Sequence
 from pathlib import Path
 
-from areal.utils.threads import OPENMP
+from areal.utils.threads import ALONE
 
 
 def cache_directory() -> Path:
@@ -36,4 +36,4 @@ def peer_environment(name: str, requirements: list[str], without: Sequence[str] 
 
 def outside_variables() -> dict[str, str]:
     """The environment as it was before this package set up its own threads: peers run as they would by themselves."""
-    return {name: value for name, value in os.environ.items() if OPENMP.get(name) != value}
+    return {name: value for name, value in os.environ.items() if ALONE.get(name) != value}

@@ -1,5 +1,5 @@
 """Run and train the model, and make the built-in one. Settles how torch's threads wait, before torch loads."""
 
-from areal.utils.threads import quiet_threads
+from areal.utils.threads import settle_waiting
 
-quiet_threads()
+settle_waiting()

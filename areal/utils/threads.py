@@ -2,16 +2,16 @@
 
 import os
 
-OPENMP = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "3000"}
-"""Idle threads look for work for some microseconds, then sleep.
+ALONE = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "30000"}
+"""How OpenMP's idle threads wait in a process that has its cores to itself: look for work for a while, then sleep."""
+SHARING = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "3000"}
+"""The same for the processes of a run, which share cores: they sleep sooner.
 
-To sleep at once costs a wake-up at every operation: with two threads a decode step of a 135M model took 93 ms, with
-this 72, with endless spinning 52. But endless spinning made the same step 14 times slower (1,197 ms) when others used
-the cores, and this did not.
+To sleep at once costs a wake-up at every operation, to spin without end starves the others (docs/log.md).
 """
 
 
-def quiet_threads() -> None:
-    """Settle how OpenMP's threads wait, unless the user has."""
-    for name, value in OPENMP.items():
+def settle_waiting() -> None:
+    """Let this process wait as one that has its cores to itself, unless its environment says otherwise."""
+    for name, value in ALONE.items():
         os.environ.setdefault(name, value)

@@ -16,7 +16,7 @@ from typing import BinaryIO
 from areal.infra.scheduler.command import Command
 from areal.infra.scheduler.guardian import Guardian
 from areal.utils.loopback import bypass_proxies
-from areal.utils.threads import OPENMP
+from areal.utils.threads import ALONE, SHARING
 
 KILL_SECONDS = 5.0
 LOG_TAIL_BYTES = 4096
@@ -103,7 +103,8 @@ class LocalScheduler:
 
 def child_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """`environ` with what every process of a run needs."""
-    return OPENMP | {"PYTHONUNBUFFERED": "1"} | dict(environ) | bypass_proxies(environ)
+    chosen = {name: value for name, value in environ.items() if ALONE.get(name) != value}
+    return SHARING | {"PYTHONUNBUFFERED": "1"} | chosen | bypass_proxies(environ)
 
 
 def _open_log(path: Path) -> BinaryIO:
