@@ -62,7 +62,7 @@ WAIT = (
 def train(kind: str, eta: int, *overrides: str) -> dict[str, Any]:
     """One run; seconds are per step, of which those spent waiting for episodes."""
     from areal import PPOTrainer
-    from areal.trainer.metrics import read_metrics
+    from areal.trainer.logs import read_metrics
 
     words = dict(word.split("=", 1) for word in overrides)
     workflow, eval_workflow = words.pop("workflow"), words.pop("eval_workflow", None)

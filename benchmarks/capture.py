@@ -22,8 +22,8 @@ from areal.engine.builtin.tokenizer import make_tokenizer
 from areal.trajectory import Renderer, Tree
 from areal.trajectory.answer import read_answer
 from areal.trajectory.completion import Completion, Prompt
-from areal.trajectory.lines import Line, Lines, Meant
-from areal.trajectory.meaning import Message
+from areal.trajectory.matching import Line, Lines, Meant
+from areal.trajectory.message import Message
 from areal.trajectory.parsers import ToolCall
 from benchmarks.report import Aim, main
 

@@ -18,8 +18,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from areal.engine.architecture import read_architecture
-from areal.engine.decoder import parameter_count
+from areal.engine.model.architecture import read_architecture
+from areal.engine.model.decoder import parameter_count
 from areal.engine.models import find_model
 from areal.utils.threads import ALONE
 from benchmarks.peers import outside_variables, peer_environment

@@ -42,7 +42,7 @@ class InstantEngine:
 
 
 async def instant_proxy() -> Any:
-    from areal.config.generation import GenerationHyperparameters
+    from areal.config.rollout import GenerationHyperparameters
     from areal.engine.models import find_model
     from areal.proxy import Proxy, ProxyLimits
     from areal.utils.hf_utils import load_hf_tokenizer

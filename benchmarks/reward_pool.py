@@ -16,8 +16,7 @@ from functools import partial
 from typing import Any
 
 from areal.api.reward_api import AsyncRewardWrapper, Limits, Value
-from areal.utils.process_pool import usable_cores
-from areal.utils.process_shared import SHARED
+from areal.utils.process_pool.pool import SHARED, usable_cores
 from benchmarks.report import Aim, main
 from benchmarks.reward_calls import BUSY_SECONDS, busy, small, survive
 

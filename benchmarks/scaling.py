@@ -16,15 +16,15 @@ import numpy as np
 import torch
 
 from areal.api.io_struct import ModelRequest
-from areal.config.actor import OptimizerConfig
-from areal.config.generation import GenerationHyperparameters
-from areal.engine.architecture import Architecture, read_architecture
-from areal.engine.decoder import Decoder, initialise, parameter_count
-from areal.engine.embedded import EmbeddedEngine
+from areal.config.rollout import GenerationHyperparameters
+from areal.config.training import OptimizerConfig
+from areal.engine.inference.decoder_runner import DecoderRunner
+from areal.engine.inference.engine import EmbeddedEngine
+from areal.engine.model.architecture import Architecture, read_architecture
+from areal.engine.model.decoder import Decoder, initialise, parameter_count
 from areal.engine.models import find_model
-from areal.engine.packing import Span
-from areal.engine.runner import Runner
-from areal.engine.training import TokenBatch, TrainingEngine
+from areal.engine.training.engine import TokenBatch, TrainingEngine
+from areal.engine.training.packing import Span
 from areal.proxy import Proxy, ProxyLimits
 from areal.utils.hf_utils import load_hf_tokenizer
 from benchmarks.report import Aim, main
@@ -50,7 +50,7 @@ def architecture(**changes: Any) -> Architecture:
 def engine_of(shape: Architecture) -> EmbeddedEngine:
     decoder = Decoder(shape)
     initialise(decoder, torch.Generator().manual_seed(0))
-    return EmbeddedEngine(Runner(decoder), max_running=2048)
+    return EmbeddedEngine(DecoderRunner(decoder), max_running=2048)
 
 
 async def generate(engine: EmbeddedEngine, prompts: list[list[int]]) -> None:

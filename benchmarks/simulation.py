@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from areal.api.cli_args import GRPOConfig, load_expr_config
-from areal.simulation.recording import record
 from areal.simulation.scenario import Scenario, predict
+from areal.simulation.trace import record
 from benchmarks.async_vs_sync import EXAMPLE, HEAD_START
 from benchmarks.report import Aim, main
 
@@ -24,7 +24,7 @@ REPEATS = 5
 def train(place: Path, name: str, eta: int) -> tuple[Path, float]:
     """A run's directory, and its seconds per step beyond the head start."""
     from areal import PPOTrainer
-    from areal.trainer.metrics import read_metrics
+    from areal.trainer.logs import read_metrics
 
     words = [
         f"--config={EXAMPLE}",

@@ -23,12 +23,12 @@ import numpy as np
 import torch
 
 from areal.api.cli_args import GRPOConfig, load_expr_config
-from areal.config.actor import OptimizerConfig
-from areal.dataset.procedural import TASKS
-from areal.engine.architecture import read_architecture
+from areal.config.training import OptimizerConfig
+from areal.dataset.builtin import TASKS
+from areal.engine.model.architecture import read_architecture
 from areal.engine.models import find_model
-from areal.engine.packing import Span
-from areal.engine.training import TokenBatch, TrainingEngine
+from areal.engine.training.engine import TokenBatch, TrainingEngine
+from areal.engine.training.packing import Span
 from benchmarks.instant import instant_proxy
 from benchmarks.peers import outside_variables, peer_environment
 from benchmarks.report import Aim, main
@@ -150,7 +150,7 @@ def trl(model: Path, place: Path) -> dict[str, Any]:
 
 def areal(workflow: str, place: Path, *overrides: str) -> dict[str, Any]:
     from areal import PPOTrainer
-    from areal.trainer.metrics import read_metrics
+    from areal.trainer.logs import read_metrics
 
     words = [
         f"--config={EXAMPLE}",

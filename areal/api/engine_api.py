@@ -54,7 +54,7 @@ class InferenceEngine(Protocol):
 
 
 class TrainEngine(Protocol):
-    """Holds the weights that learn. `batch` and `loss` are those of `areal.engine.training`."""
+    """Holds the weights that learn. `batch` and `loss` are those of `areal.engine.training.engine`."""
 
     version: int
 

@@ -4,7 +4,7 @@ import operator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from areal.config.generation import GenerationHyperparameters
+from areal.config.rollout import GenerationHyperparameters
 
 StopReason = Literal["stop", "length", "abort"]
 """stop = a stop token or text; length = max_new_tokens; abort = the caller went away."""

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from areal.api.rejection import RejectReason
+from areal.api.errors import RejectReason
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

@@ -17,8 +17,9 @@ from typing import Any
 from areal.api.errors import RewardInvalid, RewardTimeout
 from areal.config.errors import require
 from areal.utils.logging import getLogger
-from areal.utils.process_call import function_name
-from areal.utils.process_pool import (
+from areal.utils.process_pool.calls import function_name
+from areal.utils.process_pool.pool import (
+    SHARED,
     CallCrashed,
     CallError,
     CallExhausted,
@@ -28,7 +29,6 @@ from areal.utils.process_pool import (
     LoadFailed,
     PackedFunction,
 )
-from areal.utils.process_shared import SHARED
 
 __all__ = ["AsyncRewardWrapper", "Limits", "Outcome", "Reject", "Value"]
 

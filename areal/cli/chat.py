@@ -19,11 +19,11 @@ from pathlib import Path
 from areal.api.engine_api import InferenceEngine
 from areal.api.errors import ContextLengthError, ModelError, RequestError
 from areal.api.io_struct import ModelRequest
-from areal.config.generation import GenerationHyperparameters
+from areal.config.rollout import GenerationHyperparameters
 from areal.trajectory import Renderer, Tree
 from areal.trajectory.answer import read_answer
 from areal.trajectory.completion import Completion
-from areal.trajectory.meaning import Message
+from areal.trajectory.message import Message
 
 PROMPT = "you> "
 MAX_ANSWER_TOKENS = 512
@@ -87,9 +87,8 @@ def run(args: argparse.Namespace) -> int:
 
 def open_chat(model: str) -> Chat:
     """`model` is a directory, `builtin:NAME` or a Hugging Face id."""
-    from areal.engine.model_choice import max_positions
-    from areal.engine.models import find_model
-    from areal.engine.server import load_engine
+    from areal.engine.inference.server import load_engine
+    from areal.engine.models import find_model, max_positions
 
     directory = find_model(model, lambda text: print(text, file=sys.stderr))
     renderer = _renderer(directory)

@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 
 from areal.config.errors import ConfigError
-from areal.config.generation import GenerationHyperparameters
+from areal.config.rollout import GenerationHyperparameters
 from areal.proxy import Proxy
-from areal.utils.loopback import is_loopback
+from areal.utils.net import is_loopback
 
 KEY_VARIABLE = "AREAL_API_KEY"
 TURNS_KEPT = 10_000
@@ -31,8 +31,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _serve(model: str, directory: Path, host: str, port: int, key: str | None) -> None:
-    from areal.engine.model_choice import max_positions
-    from areal.engine.server import load_engine
+    from areal.engine.inference.server import load_engine
+    from areal.engine.models import max_positions
     from areal.utils.hf_utils import load_hf_processor, load_hf_tokenizer
 
     stop = asyncio.Event()

@@ -12,9 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from areal.api.errors import ConfigError
-from areal.simulation.recording import record
 from areal.simulation.scenario import Prediction, Scenario, predict
-from areal.simulation.trace import read_trace
+from areal.simulation.trace import read_trace, record
 
 COUNTS = ("engines", "trainers", "workers", "batch_size", "n_samples", "max_concurrent_rollouts", "steps")
 HEADINGS = (

@@ -14,7 +14,7 @@ def run(args: argparse.Namespace) -> int:
     words = (["--config", args.config] if args.config else []) + args.overrides
     config, _ = load_expr_config(words, GRPOConfig)
     if not config.workflow and config.rollout.agent.mode == "online":
-        config.workflow = "areal.rollout.online_door.OutsideAgent"
+        config.workflow = "areal.rollout.runners.online.OutsideAgent"
     if not config.workflow:
         raise ConfigError("workflow must name the agent to train; add workflow=my_module.MyAgent")
     from areal.trainer.ppo import PPOTrainer

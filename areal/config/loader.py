@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar, Union
 
 from areal.config.errors import ConfigError
-from areal.config.yaml_values import Verbatim, read_mapping
+from areal.config.yaml import Verbatim, read_mapping
 from areal.utils import logging
 
 T = TypeVar("T")

@@ -1,17 +1,147 @@
-"""Where tasks come from: `builtin:NAME`, files and directories, a list of dicts, a `datasets` Dataset.
+"""Tasks in files: .jsonl and .parquet files, directories of them, and what `datasets` saved with `save_to_disk`.
 
-Tasks of files are posed: they get `messages` (see `posed`). Objects that a user hands over are taken as they are.
+A directory has splits: the first word of each file's name (`train-00000.parquet` and `train.jsonl` are train), or the
+names that `datasets` gave them. One file has none. `datasets` and pyarrow are imported when a file needs them.
 """
 
-from collections.abc import Iterable, Mapping
-from itertools import islice
+# MERGED-DOC
+# Where tasks come from: `builtin:NAME`, files and directories, a list of dicts, a `datasets` Dataset.
+#
+# Tasks of files are posed: they get `messages` (see `posed`). Objects that a user hands over are taken as they are.
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from importlib import import_module
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
 from areal.api.errors import DatasetError
-from areal.config.dataset import DatasetConfig
-from areal.dataset.files import Task, posed, read_path
-from areal.dataset.procedural import ELSEWHERE, SPLITS, TASKS, find_task
+from areal.config.experiment import DatasetConfig
+from areal.dataset.builtin import ELSEWHERE, SPLITS, TASKS, find_task
+
+Task = dict[str, Any]
+
+_VALIDATION = ("valid", "validation", "val", "dev")
+"""Names of one split."""
+_SAVED_MARKS = ("dataset_dict.json", "state.json")
+_SUFFIXES = (".jsonl", ".parquet")
+
+
+def read_path(path: Path, split: str, *, asked: bool, size: int | None = None) -> list[Task]:
+    """The first `size` tasks at `path`. `asked` says that a user named the split, so a path without splits is wrong."""
+    if not path.is_dir():
+        if asked:
+            raise DatasetError(
+                f"split {split!r} is asked for, but one file has no splits: {str(path)!r}; "
+                "leave the split out, or name a directory with files train*.jsonl, test*.parquet"
+            )
+        return list(islice(_read_file(path), size))
+    if any((path / mark).exists() for mark in _SAVED_MARKS):
+        return list(islice(_saved(path, split, asked), size))
+    files = _files_of_split(path, split)
+    return list(islice((task for file in files for task in _read_file(file)), size))
+
+
+def _read_file(path: Path) -> Iterator[Task]:
+    return _parquet(path) if path.suffix == ".parquet" else _jsonl(path)
+
+
+def _jsonl(path: Path) -> Iterator[Task]:
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")  # splitlines() also cuts inside JSON strings
+    except OSError as error:
+        raise DatasetError(f"cannot read tasks from {str(path)!r}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise DatasetError(f"{path} must be UTF-8 text: {error}") from None
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            task = json.loads(line)
+        except ValueError as error:
+            raise DatasetError(f"{path} line {number} is not JSON: {error}") from None
+        if not isinstance(task, dict):
+            raise DatasetError(f"{path} line {number} must be a JSON object, got {type(task).__name__}")
+        yield task
+
+
+def _parquet(path: Path) -> Iterator[Task]:
+    parquet = _library("pyarrow.parquet", path)
+    try:
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches():
+                yield from batch.to_pylist()
+    except OSError as error:
+        raise DatasetError(f"cannot read tasks from {str(path)!r}: {error.strerror or error}") from None
+    except ValueError as error:  # what pyarrow raises for bytes that are no Parquet
+        raise DatasetError(f"{path} is not a Parquet file: {error}") from None
+
+
+def _saved(path: Path, split: str, asked: bool) -> Iterable[Task]:
+    datasets = _library("datasets", path)
+    saved = datasets.load_from_disk(str(path))
+    if isinstance(saved, datasets.DatasetDict):
+        return map(dict, saved[_choose(list(saved), split, path)])
+    if asked:
+        raise DatasetError(
+            f"split {split!r} is asked for, but {str(path)!r} is one saved Dataset without splits; "
+            "leave the split out, or save a DatasetDict"
+        )
+    return map(dict, saved)
+
+
+def _files_of_split(path: Path, split: str) -> list[Path]:
+    """Where the directory itself holds none, those of its `data/`, as Hugging Face repositories have it."""
+    found: dict[str, list[Path]] = {}
+    for directory in (path, path / "data"):
+        for file in sorted(directory.glob("*")):
+            if file.suffix in _SUFFIXES:
+                found.setdefault(_first_word(file.name), []).append(file)
+        if found:
+            break
+    if not found:
+        raise DatasetError(f"{str(path)!r} holds no .jsonl or .parquet file, and nothing that `datasets` saved")
+    return found[_choose(list(found), split, path)]
+
+
+def _first_word(name: str) -> str:
+    return "".join(takewhile(str.isalpha, name)).lower()
+
+
+def _choose(names: list[str], split: str, path: Path) -> str:
+    others: tuple[str, ...] = _VALIDATION if split in _VALIDATION else ()
+    for name in [split, *others]:
+        if name in names:
+            return name
+    raise DatasetError(
+        f"no split {split!r} in {str(path)!r}; there are {', '.join(sorted(filter(None, names))) or 'none'}: "
+        "set train_dataset.split or valid_dataset.split to one of them, or name files train*.jsonl, test*.parquet"
+    )
+
+
+def _library(name: str, path: Path) -> Any:
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise DatasetError(f"reading {str(path)!r} needs {name} ({error}); pip install areal[datasets]") from error
+
+
+def posed(task: Mapping[str, Any]) -> Task:
+    """The task with `messages`: its own, else its `question`, `prompt` or `problem`; a task with none stays as it is.
+
+    Text becomes a user's message, a list is taken for messages. All other keys are kept.
+    """
+    if "messages" in task:
+        return dict(task)
+    for key in ("question", "prompt", "problem"):
+        asked = task.get(key)
+        if isinstance(asked, str):
+            return {**task, "messages": [{"role": "user", "content": asked}]}
+        if isinstance(asked, list) and asked:
+            return {**task, "messages": asked}
+    return dict(task)
+
 
 TaskSource = Iterable[Mapping[str, Any]] | str | Path
 """A list of dicts, the path of a .jsonl or .parquet file or of a Dataset that was saved, or a `datasets` Dataset."""

@@ -1,12 +1,23 @@
 """From what a config says to a model directory: `builtin:NAME`, a directory, or a Hugging Face id."""
 
+# MERGED-DOC
+# How the model in a directory is computed: by this package's decoder where it can, else by transformers.
+
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
 from areal.api.errors import ModelError
-from areal.engine.builtin.tiny_countdown import TINY_COUNTDOWN
-from areal.engine.builtin.tiny_math import TINY_MATH
-from areal.engine.builtin.tiny_vision import tiny_vision
+from areal.config.errors import require
+from areal.engine.builtin.text import TINY_COUNTDOWN, TINY_MATH
+from areal.engine.builtin.vision import tiny_vision
+from areal.engine.inference.decoder_runner import DecoderRunner
+from areal.engine.inference.model_runner import ModelRunner
+from areal.engine.model.architecture import Architecture, UnknownArchitecture, read_architecture
+from areal.engine.model.decoder import Decoder
+from areal.engine.model.weights import load_weights
+from areal.engine.training.engine import PackedDecoder, TrainableModel
 
 BUILTIN: dict[str, Callable[[Callable[[str], None]], Path]] = {
     "tiny-math": TINY_MATH.cached,
@@ -42,3 +53,56 @@ def _download(model_id: str) -> Path:
     except (OSError, ValueError) as error:  # the hub's errors are of both kinds
         reason = str(error).strip().split("\n")[0]
         raise ModelError(f"no directory {model_id!r} here, and the model hub did not give it: {reason}") from None
+
+
+def open_runner(directory: Path, dtype: str = "float32") -> ModelRunner:
+    """The model of a directory, to generate with; `dtype` is what it is computed in."""
+    architecture = _known(directory)
+    if architecture is not None:
+        decoder = Decoder(architecture)
+        load_weights(decoder, directory)
+        return DecoderRunner(decoder, dtype=getattr(torch, dtype))
+    require(
+        dtype == "float32",
+        f"{directory.name} is computed by transformers, in float32, got rollout.dtype={dtype}; leave it out",
+    )
+    from areal.engine.transformers.model import TransformersModel
+    from areal.engine.transformers.runner import TransformersRunner, may_cache
+
+    model = TransformersModel(directory)
+    return TransformersRunner(model, caches=may_cache(model))
+
+
+def open_trainable(directory: Path, *, gradient_checkpointing: bool = False) -> TrainableModel:
+    """The model of a directory, to train."""
+    architecture = _known(directory)
+    if architecture is not None:
+        decoder = PackedDecoder(architecture, gradient_checkpointing=gradient_checkpointing)
+        decoder.load(directory)
+        return decoder
+    require(
+        not gradient_checkpointing,
+        f"{directory.name} is computed by transformers, where actor.gradient_checkpointing would switch dropout on; "
+        "leave it out, and lower actor.max_tokens_per_mb to save memory",
+    )
+    from areal.engine.transformers.model import TransformersModel
+    from areal.engine.transformers.training import TransformersTraining
+
+    return TransformersTraining(TransformersModel(directory, learns=True))
+
+
+def max_positions(directory: Path) -> int:
+    """Tokens that a sequence may have."""
+    architecture = _known(directory)
+    if architecture is not None:
+        return architecture.max_positions
+    from areal.engine.transformers.model import positions_of, read_config
+
+    return positions_of(read_config(directory))
+
+
+def _known(directory: Path) -> Architecture | None:
+    try:
+        return read_architecture(directory)
+    except UnknownArchitecture:
+        return None

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING
 
-from areal.utils.loopback import LOOPBACK_HOSTS, bypass_proxies
+from areal.utils.net import LOOPBACK_HOSTS, bypass_proxies
 
 if TYPE_CHECKING:
     import aiohttp

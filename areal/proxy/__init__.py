@@ -7,12 +7,11 @@ what an episode is, and never touches token ids itself: those belong to the traj
 from typing import TYPE_CHECKING, Any
 
 from areal.proxy.interactions import Interaction
-from areal.proxy.limits import ProxyLimits
 from areal.proxy.proxy import Proxy
-from areal.proxy.sessions import NO_SESSION_KEY, Session
+from areal.proxy.sessions import NO_SESSION_KEY, ProxyLimits, Session
 
 if TYPE_CHECKING:
-    from areal.proxy.client import ArealOpenAI
+    from areal.proxy.direct_client import ArealOpenAI
 
 __all__ = ["NO_SESSION_KEY", "ArealOpenAI", "Interaction", "Proxy", "ProxyLimits", "Session"]
 
@@ -20,7 +19,7 @@ __all__ = ["NO_SESSION_KEY", "ArealOpenAI", "Interaction", "Proxy", "ProxyLimits
 def __getattr__(name: str) -> Any:
     """The direct client needs the OpenAI SDK, which nothing else here does."""
     if name == "ArealOpenAI":
-        from areal.proxy.client import ArealOpenAI
+        from areal.proxy.direct_client import ArealOpenAI
 
         return ArealOpenAI
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

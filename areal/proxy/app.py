@@ -19,19 +19,15 @@ from starlette.routing import Route
 
 from areal.api.engine_api import InferenceEngine
 from areal.api.errors import EngineError
-from areal.proxy.admin import Admin
-from areal.proxy.attendance import Attendance
-from areal.proxy.credentials import keys_of
-from areal.proxy.delivery import EventStream, WholeAnswer
-from areal.proxy.dialects import Dialect, chat, messages, responses
-from areal.proxy.dialects.terms import Terms
+from areal.proxy.delivery import Attendance, EventStream, WholeAnswer
+from areal.proxy.dialects import Dialect, anthropic, chat, responses
+from areal.proxy.dialects.base import ParameterRules
 from areal.proxy.errors import ApiError, ClientGone, bad_request, engine_failed
-from areal.proxy.flights import Flight
 from areal.proxy.generation import Generation
-from areal.proxy.limits import ProxyLimits
-from areal.proxy.reading import parse_object, read_body
-from areal.proxy.retries import mark_of
-from areal.proxy.sessions import Session, Sessions
+from areal.proxy.online import AdminRoutes
+from areal.proxy.requests import keys_of, parse_object, read_body
+from areal.proxy.retries import SharedAnswer, mark_of
+from areal.proxy.sessions import ProxyLimits, Session, Sessions
 from areal.utils import logging
 
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -45,7 +41,7 @@ class App:
         self,
         sessions: Sessions,
         generation: Generation,
-        admin: Admin,
+        admin: AdminRoutes,
         limits: ProxyLimits,
         drop_params: bool = False,
     ) -> None:
@@ -54,14 +50,14 @@ class App:
         self._admin = admin
         self._limits = limits
         sight = generation.renderer.sight
-        self._terms = Terms(limits.max_choices, drop_params, None if sight is None else sight.album)
+        self._terms = ParameterRules(limits.max_choices, drop_params, None if sight is None else sight.album)
         self._log = logging.getLogger("proxy")
 
     def asgi(self) -> Starlette:
         endpoints: list[tuple[str, str, Endpoint]] = [
             ("POST", "/chat/completions", self._speaking(chat)),
             ("POST", "/responses", self._speaking(responses)),
-            ("POST", "/messages", self._speaking(messages)),
+            ("POST", "/messages", self._speaking(anthropic)),
             ("GET", "/models", self._guarded(self._models, chat)),
             ("GET", "/health", self._guarded(self._health, chat)),
         ]
@@ -121,7 +117,7 @@ class App:
         except ApiError:
             session.retries.refuse(mark)
             raise
-        claim = partial(session.retries.claim, mark, lambda: Flight(self._generation.events(session, call)))
+        claim = partial(session.retries.claim, mark, lambda: SharedAnswer(self._generation.events(session, call)))
         common = (claim, attendance, self._explain, partial(_failure, dialect))
         return (
             EventStream(dialect.writer(call), *common)

@@ -1,22 +1,67 @@
-"""An answer on its way out, whole or while it is generated. Until its first byte it may still become a plain failure.
+"""Somebody listens to the answer: while a call runs, its client going away, or its session ending, cancels it."""
 
-The answer itself is a flight, which others may listen to as well; what is delivered here is one client's copy of it.
-"""
+# MERGED-DOC
+# An answer on its way out, whole or while it is generated. Until its first byte it may still become a plain failure.
+#
+# The answer itself is a flight, which others may listen to as well; what is delivered here is one client's copy of it.
 
+import asyncio
 from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import aclosing
+from types import TracebackType
 from typing import Any
 
 import orjson
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from areal.proxy.attendance import Attendance
-from areal.proxy.errors import ApiError, ClientGone
-from areal.proxy.exchange import CallMade, Event, EventWriter, Reply
-from areal.proxy.flights import Flight
-from areal.trajectory.parsers.events import Reasoning, Text
+from areal.proxy.errors import ApiError, ClientGone, session_ended
+from areal.proxy.retries import SharedAnswer
+from areal.proxy.sessions import Session, too_many_calls
+from areal.proxy.types import CallMade, Event, EventWriter, Reply
+from areal.trajectory.parsers.base import Reasoning, Text
+
+
+class Attendance:
+    """A block of the task that answers. Such a cancellation leaves it as ApiError 410 or ClientGone."""
+
+    def __init__(self, session: Session, receive: Receive, max_calls: int) -> None:
+        self._session = session
+        self._receive = receive
+        self._max_calls = max_calls
+
+    def check(self) -> None:
+        """Raises ApiError where one more call may not begin."""
+        if self._session.ended:  # while the body was on its way
+            raise session_ended()
+        if len(self._session.calls) >= self._max_calls:
+            raise too_many_calls(self._max_calls)
+
+    def __enter__(self) -> None:
+        self.check()
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._listener = asyncio.ensure_future(_cancel_when_gone(task, self._receive))
+        self._session.calls.add(task)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._session.calls.discard(self._task)
+        gone = self._listener.done()
+        self._listener.cancel()
+        if kind is asyncio.CancelledError and (self._session.ended or gone):
+            self._task.uncancel()  # it was ours, and ends here
+            raise (session_ended() if self._session.ended else ClientGone()) from None
+
+
+async def _cancel_when_gone(task: asyncio.Task[Any], receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    task.cancel()
+
 
 JSON = [(b"content-type", b"application/json")]
 EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
@@ -25,7 +70,7 @@ EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-contr
 class Delivery(Response):
     def __init__(
         self,
-        claim: Callable[[], Flight],
+        claim: Callable[[], SharedAnswer],
         attendance: Attendance,
         explain: Callable[[Exception], ApiError],
         fail: Callable[[ApiError], Response],
@@ -53,7 +98,7 @@ class Delivery(Response):
             await send(_body(self._broken(failure), more=False))
 
     @abstractmethod
-    async def _deliver(self, flight: Flight, send: Send) -> None: ...
+    async def _deliver(self, flight: SharedAnswer, send: Send) -> None: ...
 
     @abstractmethod
     def _broken(self, failure: ApiError) -> bytes:
@@ -69,7 +114,7 @@ class WholeAnswer(Delivery):
         super().__init__(*common)
         self._render = render
 
-    async def _deliver(self, flight: Flight, send: Send) -> None:
+    async def _deliver(self, flight: SharedAnswer, send: Send) -> None:
         body = orjson.dumps(self._render(await flight.arrival()))
         await self._begin(send, [*JSON, (b"content-length", str(len(body)).encode())])
         await send(_body(body, more=False))
@@ -83,7 +128,7 @@ class EventStream(Delivery):
         super().__init__(*common)
         self._writer = writer
 
-    async def _deliver(self, flight: Flight, send: Send) -> None:
+    async def _deliver(self, flight: SharedAnswer, send: Send) -> None:
         async with aclosing(flight.events()) as events:
             async for event in events:
                 if not self._began:

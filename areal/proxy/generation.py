@@ -1,4 +1,8 @@
-"""One call answered: conversation to ids, ids to the engine, its tokens into the session's tree."""
+"""How one call is sampled: the session's settings, changed by what the request asks for."""
+
+# MERGED-DOC
+# The conversation that a call stands for: what it sends, behind what it continues.
+# One call answered: conversation to ids, ids to the engine, its tokens into the session's tree.
 
 import asyncio
 import itertools
@@ -7,25 +11,82 @@ import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from typing import Any
 
 from areal.api.engine_api import InferenceEngine
 from areal.api.errors import EngineError
 from areal.api.io_struct import Grammar, ModelRequest, ModelResponse, TokenChunk
-from areal.config.generation import GenerationHyperparameters
-from areal.proxy.answer_stream import AnswerStream
+from areal.config.rollout import GenerationHyperparameters
 from areal.proxy.constraints import Constraints
-from areal.proxy.conversation import conversation
-from areal.proxy.errors import ApiError, engine_failed, from_engine
-from areal.proxy.exchange import Call, Event, Reply
-from areal.proxy.sampling import sampling
+from areal.proxy.errors import ApiError, bad_request, engine_failed, from_engine, too_long
 from areal.proxy.sessions import Session
-from areal.proxy.token_text import byte_token_ids
+from areal.proxy.streaming import AnswerStream, byte_token_ids
+from areal.proxy.types import Call, Event, Reply
 from areal.trajectory.answer import read_answer
 from areal.trajectory.completion import Completion, Prompt
-from areal.trajectory.continuation import Tools
-from areal.trajectory.meaning import Message
-from areal.trajectory.renderer import Renderer
+from areal.trajectory.message import Message
+from areal.trajectory.rendering import Renderer, Tools
 from areal.trajectory.tree import Tree
+
+
+def sampling(
+    base: GenerationHyperparameters, call: Call, *, prompt_length: int, max_positions: int, call_end: str | None
+) -> GenerationHyperparameters:
+    """Logits are divided by 1 where nothing is sampled. `call_end` is a text to stop at behind the first tool call."""
+    changes: dict[str, Any] = {"max_new_tokens": _room(base, call, prompt_length, max_positions)}
+    changes["min_new_tokens"] = min(base.min_new_tokens, changes["max_new_tokens"])
+    temperature = base.temperature if call.temperature is None else call.temperature
+    greedy = temperature == 0 or (base.greedy and call.temperature is None)
+    changes |= {"greedy": greedy, "temperature": 1.0 if greedy else temperature}
+    asked = {"top_p": call.top_p, "top_k": call.top_k, "seed": call.seed}
+    changes |= {name: value for name, value in asked.items() if value is not None}
+    return base.new(**changes, stop=_stop(base, call, call_end))
+
+
+def _stop(base: GenerationHyperparameters, call: Call, call_end: str | None) -> list[str]:
+    stop = base.stop if call.stop is None else call.stop
+    if call.tools is None or call.parallel_tool_calls or call_end is None:
+        return stop  # where calls have no end to stop at, or something else must hold, a grammar sees to it
+    return [*stop, call_end]
+
+
+def _room(base: GenerationHyperparameters, call: Call, prompt_length: int, max_positions: int) -> int:
+    """How many tokens the answer may have."""
+    left = max_positions - prompt_length
+    if left < 1:
+        raise too_long(
+            f"the model has {max_positions} positions, the messages take {prompt_length} tokens and leave "
+            "none for an answer; shorten them"
+        )
+    if call.max_tokens is None:
+        return min(base.max_new_tokens, left)
+    if call.max_tokens > left:
+        raise too_long(
+            f"the model has {max_positions} positions, the messages take {prompt_length} tokens and "
+            f"{call.max_tokens} were asked for the answer; ask for at most {left}"
+        )
+    return call.max_tokens
+
+
+def conversation(session: Session, call: Call) -> list[Message]:
+    """Raises ApiError 400 where it continues an answer that this session never gave."""
+    system: list[Message] = []
+    if call.instructions is not None:
+        system = [{"role": "system", "content": call.instructions}]
+    past = [] if call.continues is None else _past(session, call.continues)
+    return [*system, *past, *call.messages]
+
+
+def _past(session: Session, response_id: str) -> list[Message]:
+    completion = session.tree.by_id(response_id)
+    if completion is None:
+        raise bad_request(
+            f"previous_response_id must be the id of an answer of this session, got {response_id!r}",
+            "previous_response_id",
+            "previous_response_not_found",
+        )
+    messages = session.tree.conversation(completion)
+    return messages[1:] if response_id in session.instructed else messages
 
 
 def _unique_names() -> Iterator[str]:

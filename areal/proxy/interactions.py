@@ -6,7 +6,7 @@ from typing import Any, Literal
 from areal.api.messages import Row
 from areal.trajectory import Tree, export, returns
 from areal.trajectory.completion import Completion
-from areal.trajectory.pictures import readable
+from areal.trajectory.message import readable
 
 ExportStyle = Literal["individual", "concat"]
 

@@ -12,16 +12,14 @@ from typing import Any
 import httpx
 
 from areal.api.engine_api import InferenceEngine
-from areal.config.generation import GenerationHyperparameters
-from areal.proxy.admin import Admin
+from areal.config.rollout import GenerationHyperparameters
 from areal.proxy.app import App
-from areal.proxy.desk import Desk
 from areal.proxy.generation import Generation
-from areal.proxy.limits import ProxyLimits
-from areal.proxy.server import Server
-from areal.proxy.sessions import Session, Sessions
+from areal.proxy.online import AdminRoutes, OnlineSessions
+from areal.proxy.server import ProxyServer
+from areal.proxy.sessions import ProxyLimits, Session, Sessions
 from areal.proxy.transport import shared_client
-from areal.trajectory.renderer import Renderer
+from areal.trajectory.rendering import Renderer
 from areal.trajectory.tree import Tree
 
 END_SECONDS = 5.0
@@ -55,16 +53,16 @@ class Proxy:
         self._sessions = Sessions(limits)
         self.admin_key = admin_key or f"sk-areal-admin-{secrets.token_hex(24)}"
         """Manages sessions over HTTP, and calls no model."""
-        self.desk = Desk(self.open_session, self.end_session, limits)
+        self.desk = OnlineSessions(self.open_session, self.end_session, limits)
         """Sessions that are managed over HTTP."""
-        admin = Admin(self.desk, self._sessions, limits, self.admin_key, self_reward)
+        admin = AdminRoutes(self.desk, self._sessions, limits, self.admin_key, self_reward)
         self._app = App(self._sessions, self._generation, admin, limits, drop_params).asgi()
-        self._server: Server | None = None
+        self._server: ProxyServer | None = None
         self._clients: dict[str, Any] = {}
 
     async def start(self, host: str = "127.0.0.1", port: int = 0, *, exposed: bool = False) -> None:
         """Listen; port 0 = a free one. Hosts beyond loopback only where `exposed` says so."""
-        server = Server(self._app, host, port, head_seconds=self._limits.body_timeout_seconds, exposed=exposed)
+        server = ProxyServer(self._app, host, port, head_seconds=self._limits.body_timeout_seconds, exposed=exposed)
         await server.start()
         self._server = server
 
@@ -121,7 +119,7 @@ class Proxy:
             self._clients[module_name] = shared_client(module, self._app, [origin])
         return self._clients[module_name]
 
-    def _started(self) -> Server:
+    def _started(self) -> ProxyServer:
         if self._server is None:
             raise RuntimeError("the proxy is not running; await proxy.start() first")
         return self._server

@@ -1,22 +1,70 @@
-"""The TCP door: uvicorn on one socket, inside a loop that belongs to somebody else."""
+"""How long, and how much, a connection may take to say what it wants: a head that only trickles is given up.
+
+The body behind it has its own deadline and size, where it is read.
+"""
+
+# MERGED-DOC
+# The TCP door: uvicorn on one socket, inside a loop that belongs to somebody else.
 
 import asyncio
 import contextlib
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from areal.config.errors import ConfigError
-from areal.proxy.patience import patient_protocol
-from areal.utils.loopback import is_loopback
+from areal.utils.net import is_loopback
+
+HEAD_BYTES = 64 * 2**10
+
+
+def patient_protocol(seconds: float) -> type[asyncio.Protocol]:
+    """uvicorn's protocol, with a deadline and a size for each request's head."""
+    base: Any = AutoHTTPProtocol
+
+    class PatientProtocol(base):
+        def connection_made(self, transport: asyncio.Transport) -> None:
+            self._head_bytes = 0
+            self._deadline: asyncio.TimerHandle | None = None
+            super().connection_made(transport)
+            self._await_head()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            if self.cycle is not None and not self.cycle.response_complete:
+                self._forget_head()
+                return
+            self._head_bytes += len(data)
+            if self._head_bytes > HEAD_BYTES:
+                self.transport.abort()
+            self._await_head()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._forget_head()
+            super().connection_lost(exc)
+
+        def _await_head(self) -> None:
+            if self._deadline is None:
+                self._deadline = asyncio.get_running_loop().call_later(seconds, self.transport.abort)
+
+        def _forget_head(self) -> None:
+            self._head_bytes = 0
+            if self._deadline is not None:
+                self._deadline.cancel()
+                self._deadline = None
+
+    return PatientProtocol
+
 
 START_SECONDS = 10.0
 STOP_SECONDS = 5.0
 
 
-class Server:
+class ProxyServer:
     def __init__(self, app: ASGIApp, host: str, port: int, *, head_seconds: float, exposed: bool = False) -> None:
         """`head_seconds` = time a client has to say what it wants; `exposed` = it may listen beyond this machine."""
         if not exposed and not is_loopback(host):

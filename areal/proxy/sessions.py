@@ -1,22 +1,60 @@
-"""Sessions and who may speak in them. A session is named by its key or by the token in its base URL.
+"""Hard caps of the proxy: what one client may take from the others."""
 
-Both are unguessable and belong to one session only. An ended session's credentials are remembered for a while, so that
-a late call learns what happened.
-"""
+# MERGED-DOC
+# How many tokens the calls of one session may take. What a running call may still take is set aside for it.
+# Sessions and who may speak in them. A session is named by its key or by the token in its base URL.
+#
+# Both are unguessable and belong to one session only. An ended session's credentials are remembered for a while, so that
+# a late call learns what happened.
 
 import asyncio
 import secrets
 from collections import OrderedDict
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from areal.config.generation import GenerationHyperparameters
-from areal.proxy.budget import Budget
+from areal.config.errors import ArealError
+from areal.config.rollout import GenerationHyperparameters, ProxyLimits
 from areal.proxy.errors import ApiError, session_ended, unauthorized
-from areal.proxy.limits import ProxyLimits, SessionLimitReached
 from areal.proxy.retries import Retries
 from areal.trajectory.tree import Tree
+
+__all__ = ["ProxyLimits", "SessionLimitReached"]
+
+
+class SessionLimitReached(ArealError):
+    """More sessions are open than allowed."""
+
+
+class Budget:
+    def __init__(self, limit: int | None) -> None:
+        self._limit = limit
+        self._taken = 0
+
+    @contextmanager
+    def reserved(self, most: int) -> Iterator[list[int]]:
+        """Raises ApiError 429 where that many might be too many; put what was really taken into the list."""
+        if self._limit is not None and self._taken + most > self._limit:
+            raise _spent(self._limit, self._limit - self._taken, most)
+        taken: list[int] = []
+        self._taken += most
+        try:
+            yield taken
+        finally:
+            self._taken += sum(taken) - most
+
+
+def _spent(limit: int, left: int, asked: int) -> ApiError:
+    return ApiError(
+        429,
+        f"a session may take {limit} tokens, prompts and answers counted (proxy.limits.max_tokens_per_session); "
+        f"{left} are left and this call may take {asked}",
+        kind="rate_limit_error",
+        code="token_limit_exceeded",
+    )
+
 
 NO_SESSION_KEY = "areal-no-session"
 """What a client sends that was made without this session's key; it names no session and is told the remedy."""

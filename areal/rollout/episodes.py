@@ -1,15 +1,136 @@
-"""One episode, whichever door it goes through, ends as an `Episode` or as a `Rejection` with its reason."""
+"""Calling code that is not ours: under a deadline, in a thread if it blocks, and never for longer than it may.
 
+Whatever such code does (raise, hang, exit, swallow its cancellation) ends as a result or as an `EpisodeRejected`.
+"""
+
+# MERGED-DOC
+# One episode, whichever door it goes through, ends as an `Episode` or as a `Rejection` with its reason.
+
+import asyncio
+import contextvars
+import inspect
 import textwrap
+import threading
 import time
 import traceback
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any, Protocol
 
-from areal.api.errors import AgentFailed, EpisodeRejected
+from areal.api.errors import AgentFailed, EpisodeRejected, EpisodeTimeout, RejectReason
 from areal.api.messages import Episode, Rejection
-from areal.api.rejection import RejectReason
+from areal.infra.stalls import LoopBlocked
 from areal.infra.workflow_context import WorkflowContext
 from areal.utils import stats_tracker
+from areal.utils.logging import getLogger
+
+GRACE_SECONDS = 5.0
+"""How long cancelled code may take to end before it is left behind."""
+
+logger = getLogger("rollout")
+
+
+Start = Callable[[], Coroutine[Any, Any, Any]]
+
+
+async def bounded(start: Start, seconds: float, name: str, *, grace_seconds: float = GRACE_SECONDS) -> Any:
+    """What `start()` returns; raises `AgentFailed` with what it raised as cause, or `EpisodeTimeout` at the deadline.
+
+    It runs in a task of its own, so that code which ignores its cancellation cannot hold the caller.
+    """
+    task = asyncio.ensure_future(_contained(start))
+    try:
+        done, _ = await asyncio.wait((task,), timeout=seconds)
+    except asyncio.CancelledError:
+        await _stop(task, name, grace_seconds)
+        raise
+    if done:
+        return _outcome(task, name)
+    where = await _stop(task, name, grace_seconds)
+    raise EpisodeTimeout(f"{name} took longer than rollout.agent.timeout_seconds={seconds:g}") from where
+
+
+async def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call what may be asynchronous or not; what is not runs in a thread."""
+    if is_async(function):
+        return await function(*args, **kwargs)
+    result = await _in_thread(function, *args, **kwargs)
+    return await result if inspect.isawaitable(result) else result
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+
+
+def accepted_keywords(function: Callable[..., Any]) -> Callable[[str], bool]:
+    """Tells of a keyword whether `function` may be called with it."""
+    parameters = inspect.signature(function).parameters
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    return lambda name: takes_all or name in parameters
+
+
+async def _contained(start: Start) -> Any:
+    """A task that ends by SystemExit takes its event loop along; this one does not."""
+    try:
+        return await start()
+    except SystemExit as error:
+        raise RuntimeError(f"it called sys.exit({error.code!r})") from error
+
+
+async def _stop(task: asyncio.Task[Any], name: str, grace_seconds: float) -> BaseException | None:
+    """Cancel it and wait a little; gives the error it ended with, whose traceback says where it was."""
+    task.cancel()
+    await asyncio.wait((task,), timeout=grace_seconds)
+    if not task.done():
+        logger.warning("%s ignores its cancellation and is left behind; let CancelledError pass", name)
+        task.add_done_callback(_retrieve)
+        return None
+    return _retrieve(task)
+
+
+def _retrieve(task: asyncio.Task[Any]) -> BaseException | None:
+    try:
+        return task.exception()
+    except asyncio.CancelledError as error:
+        return error
+
+
+def _outcome(task: asyncio.Task[Any], name: str) -> Any:
+    try:
+        return task.result()
+    except EpisodeRejected:
+        raise
+    except LoopBlocked as error:
+        raise EpisodeTimeout(f"{name} {error}; await what waits, or set rollout.agent.mode=subproc") from error
+    except (Exception, asyncio.CancelledError) as error:  # nobody cancelled it but itself
+        raise AgentFailed(f"{name} raised {type(error).__name__}: {error}") from error
+
+
+async def _in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A thread per call, in the caller's context: hung calls cannot fill a pool, nor keep the process from ending."""
+    loop = asyncio.get_running_loop()
+    outcome: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
+    context = contextvars.copy_context()
+
+    def deliver(result: Any, error: BaseException | None) -> None:
+        if not outcome.done():
+            outcome.set_result((result, error))
+
+    def work() -> None:
+        result, failure = None, None
+        try:
+            result = context.run(function, *args, **kwargs)
+        except BaseException as error:  # delivered, and raised where it is awaited
+            failure = error
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(deliver, result, failure)
+
+    threading.Thread(target=work, name="areal episode", daemon=True).start()
+    result, failure = await outcome
+    if failure is not None:
+        raise failure
+    return result
+
 
 DETAIL_CHARACTERS = 500
 
@@ -17,7 +138,7 @@ Digests = dict[int, str]
 """The weights behind an episode: version -> digest."""
 
 
-class Door(Protocol):
+class Runner(Protocol):
     """A way to run episodes of one workflow."""
 
     name: str
@@ -30,7 +151,7 @@ class Door(Protocol):
 
 
 async def run_episode(
-    door: Door, data: dict[str, Any], context: WorkflowContext, *, greedy: bool, seconds: float
+    door: Runner, data: dict[str, Any], context: WorkflowContext, *, greedy: bool, seconds: float
 ) -> tuple[Episode | Rejection, Digests]:
     """Never raises but when cancelled from outside: an episode fails alone."""
     began = time.monotonic()

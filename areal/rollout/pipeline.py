@@ -1,25 +1,146 @@
-"""The driver's half: tasks go out to workers as admission allows, finished groups come back and are handed over.
+"""Rejected episodes, counted by reason; the first of each reason are shown with their traceback."""
 
-Everything happens on one event loop and is driven by events: a group that ends and a version that is published each
-lead to the next admission at once. Nothing polls.
-
-Invariants: a group that is handed over is at most `max_staleness` versions old; groups and evaluations together never
-run more episodes than allowed, and evaluations, which somebody waits for, go first; the first failure is told to
-everybody who waits and starts nothing more.
-"""
+# MERGED-DOC
+# Finished groups on their way to the trainer: kept while they are fresh, dropped with a reason, taken oldest first.
+#
+# Owns what is ready, what was rejected and why, and tells admission of each. Knows nothing of workers or waiting.
+# The driver's half: tasks go out to workers as admission allows, finished groups come back and are handed over.
+#
+# Everything happens on one event loop and is driven by events: a group that ends and a version that is published each
+# lead to the next admission at once. Nothing polls.
+#
+# Invariants: a group that is handed over is at most `max_staleness` versions old; groups and evaluations together never
+# run more episodes than allowed, and evaluations, which somebody waits for, go first; the first failure is told to
+# everybody who waits and starts nothing more.
 
 import asyncio
-from collections.abc import Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from areal.api.messages import GroupResult, GroupTask
-from areal.infra.stall_book import StallBook
+from areal.api.errors import NothingAccepted, RejectReason
+from areal.api.messages import GroupResult, GroupTask, Rejection
+from areal.infra.stalls import StallBook
 from areal.rollout.admission import Admission
-from areal.rollout.dispatch import Dispatch, Worker, pack_task
-from areal.rollout.shelf import Filter, Shelf
-from areal.rollout.tally import Tally
+from areal.rollout.dispatch import Dispatch, GroupWorker, pack_task
+from areal.utils import logging
 
-__all__ = ["Filter", "Pipeline", "Tally", "TaskStream", "Worker"]
+TRACES_SHOWN = 2
+"""Rejections logged in full per reason; the rest are only counted."""
+
+logger = logging.getLogger("rollout")
+
+
+@dataclass
+class Rejections:
+    counts: Counter[RejectReason] = field(default_factory=Counter)
+    idle: Counter[RejectReason] = field(default_factory=Counter)
+    """Since an episode was last accepted."""
+    latest: Rejection | None = None
+    where: str = ""
+    """What the log calls these episodes; empty = those of training."""
+
+    def add(self, rejection: Rejection) -> None:
+        self.counts[rejection.reason] += 1
+        self.idle[rejection.reason] += 1
+        self.latest = rejection
+        # Age is no fault that a user could find in a log.
+        if self.counts[rejection.reason] <= TRACES_SHOWN and rejection.reason is not RejectReason.STALE:
+            text = f"{rejection.detail}\n{rejection.trace}".rstrip()
+            logger.warning("%srejected (%s): %s", f"{self.where} " if self.where else "", rejection.reason, text)
+
+    def accepted(self) -> None:
+        self.idle.clear()
+
+    def why_nothing(self) -> str:
+        """The cause in one sentence, for a run that stops because nothing is accepted."""
+        reasons = ", ".join(f"{reason} {count}" for reason, count in self.idle.most_common())
+        latest = self.latest.detail if self.latest else "none"
+        return (
+            f"the last {self.idle.total()} episodes were all rejected ({reasons}), so nothing can be trained; "
+            f"the latest: {latest}"
+        )
+
+
+Filter = Callable[[GroupResult], bool]
+"""Whether a finished group is to be trained on."""
+
+
+class ReadyGroups:
+    def __init__(self, admission: Admission, keep: Filter | None, max_idle_rejections: int) -> None:
+        self.tally = Rejections()
+        self._admission = admission
+        self._keep = keep
+        self._max_idle_rejections = max_idle_rejections
+        self._ready: list[GroupResult] = []
+        self._rejected_ids: list[int] = []
+
+    def __len__(self) -> int:
+        """Groups ready."""
+        return len(self._ready)
+
+    def receive(self, result: GroupResult) -> None:
+        """Keep a group that has ended, or reject it. Raises NothingAccepted when rejections are all there is."""
+        for rejection in result.rejections:
+            self.tally.add(rejection)
+        why = self._reason_to_reject(result)
+        if why is None:
+            self.tally.accepted()
+            self._admission.accept()
+            self._ready.append(result)
+        else:
+            self._admission.reject()
+            self._reject(result, why)
+        if self.tally.idle.total() >= self._max_idle_rejections:
+            raise NothingAccepted(self.tally.why_nothing())
+
+    def expire(self) -> None:
+        """Reject what has become too old."""
+        ready, self._ready = self._ready, []
+        for result in ready:
+            if self._admission.is_stale(oldest_version(result)):
+                self._admission.expire()
+                self._reject(result, self._stale())
+            else:
+                self._ready.append(result)
+
+    def take(self, count: int) -> list[GroupResult]:
+        """The oldest `count`."""
+        self._ready.sort(key=oldest_version)
+        batch, self._ready = self._ready[:count], self._ready[count:]
+        self._admission.consume(count)
+        return batch
+
+    def pop_rejected(self) -> list[int]:
+        """Numbers of the tasks rejected since the last call, whatever the reason."""
+        ids, self._rejected_ids = self._rejected_ids, []
+        return ids
+
+    def _reason_to_reject(self, result: GroupResult) -> Rejection | None:
+        if not result.episodes:
+            return result.rejections[-1]
+        if self._keep is not None and not self._keep(result):
+            return Rejection(RejectReason.FILTERED, "dynamic_filter_fn said no")
+        return self._stale() if self._admission.is_stale(oldest_version(result)) else None
+
+    def _reject(self, result: GroupResult, why: Rejection) -> None:
+        """`why` goes for the episodes that were not rejected by themselves."""
+        self._rejected_ids.append(result.task_id)
+        for _ in result.episodes:
+            self.tally.add(why)
+
+    def _stale(self) -> Rejection:
+        return Rejection(RejectReason.STALE, f"older than {self._admission.max_staleness} versions")
+
+
+def oldest_version(result: GroupResult) -> int:
+    """The version behind a group's first sampled token."""
+    trained = (row.versions[row.loss_mask] for episode in result.episodes for row in episode.rows)
+    return min(int(versions.min()) for versions in trained if len(versions))
+
+
+__all__ = ["Filter", "GroupWorker", "Pipeline", "Rejections", "TaskStream"]
 
 
 TaskStream = Iterator[tuple[int, dict[str, Any]]]
@@ -31,7 +152,7 @@ class Pipeline:
 
     def __init__(
         self,
-        workers: Sequence[Worker],
+        workers: Sequence[GroupWorker],
         admission: Admission,
         tasks: TaskStream,
         *,
@@ -42,9 +163,9 @@ class Pipeline:
     ) -> None:
         """`group_seconds` as in `Dispatch`."""
         self.admission = admission
-        self.evaluation_tally = Tally(where="evaluation")
+        self.evaluation_tally = Rejections(where="evaluation")
         self._dispatch = Dispatch(workers, group_seconds)
-        self._shelf = Shelf(admission, keep, max_idle_rejections)
+        self._shelf = ReadyGroups(admission, keep, max_idle_rejections)
         self._tasks = tasks
         self._n_samples = n_samples
         self._running: set[asyncio.Task[None]] = set()
@@ -64,7 +185,7 @@ class Pipeline:
         self._admit()
 
     @property
-    def tally(self) -> Tally:
+    def tally(self) -> Rejections:
         """Rejections of training."""
         return self._shelf.tally
 

@@ -1,42 +1,76 @@
-"""Runs groups of episodes: workflows, the proxy that agents talk through, and the engine behind it.
+"""What a worker tells of episodes that block its event loop: at once in its log, and with its next group to the driver.
 
-The same object serves inside the driver (`rollout.in_process`) and as a process of its own:
-`python -m areal.rollout.worker INDEX`, which is set up by the driver and ends when the driver hangs up.
+The log is the only place that can be reached while the loop is blocked.
 """
+
+# MERGED-DOC
+# Runs groups of episodes: workflows, the proxy that agents talk through, and the engine behind it.
+#
+# The same object serves inside the driver (`rollout.in_process`) and as a process of its own:
+# `python -m areal.rollout.worker INDEX`, which is set up by the driver and ends when the driver hangs up.
 
 import asyncio
 import gc
 import pickle
 import sys
 import time
+from collections import deque
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 
 from areal.api.engine_api import InferenceEngine
-from areal.api.messages import Episode, GroupResult, GroupTask, Rejection
-from areal.config.generation import GenerationHyperparameters
-from areal.config.proxy import ProxyConfig
-from areal.config.rollout import RolloutConfig
-from areal.engine.remote import RemoteEngine
+from areal.api.messages import Episode, GroupResult, GroupTask, Rejection, Stall
+from areal.config.rollout import GenerationHyperparameters, ProxyConfig, RolloutConfig
+from areal.engine.inference.remote import RemoteEngine
 from areal.infra import workflow_context
-from areal.infra.api_wire import api_wire
-from areal.infra.channel import Handler
-from areal.infra.dial_home import dial_home
-from areal.infra.endpoint import connect
+from areal.infra.rpc.channel import Handler
+from areal.infra.rpc.connect import connect, dial_home
+from areal.infra.rpc.wire import api_wire
+from areal.infra.stalls import StallBook, StallWatch, over, so_far
 from areal.infra.workflow_context import WorkflowContext
 from areal.proxy import NO_SESSION_KEY, Proxy
-from areal.rollout.agent_door import AgentDoor
-from areal.rollout.agent_process import AgentParcel
-from areal.rollout.client_environment import environment
-from areal.rollout.constructor import Fillers
-from areal.rollout.episodes import Digests, Door, run_episode
-from areal.rollout.naming import name_of
-from areal.rollout.online_door import OnlineDoor
-from areal.rollout.stalls import WorkerStalls
-from areal.rollout.subproc_door import AgentPool, SubprocDoor
-from areal.rollout.workflow_door import WorkflowDoor
-from areal.rollout.workflows import WorkflowSpec, is_agent, is_rollout_workflow, load
+from areal.rollout.episodes import Digests, Runner, call, run_episode
+from areal.rollout.loading import Fillers, WorkflowSpec, is_agent, is_rollout_workflow, load, name_of
+from areal.rollout.runners.agent import AgentRunner, environment
+from areal.rollout.runners.online import OnlineRunner
+from areal.rollout.runners.subprocess import AgentParcel, AgentPool, SubprocessRunner
+from areal.rollout.runners.workflow import WorkflowRunner
 from areal.utils.hf_utils import load_hf_processor, load_hf_tokenizer
+from areal.utils.logging import getLogger
+
+logger = getLogger("rollout")
+
+
+class WorkerStalls:
+    def __init__(self, seconds: float, limit_seconds: float | None = None) -> None:
+        """Watches the event loop of the calling thread; `seconds` is `rollout.stall_seconds`.
+
+        Code that blocks it for `limit_seconds`, an episode's whole time, fails its episode.
+        """
+        self._book = StallBook()
+        self._told = False
+        self._ended: deque[Stall] = deque()
+        self._watch = StallWatch(seconds, self._begin, self._end, limit_seconds=limit_seconds, entries=(call.__code__,))
+        self._watch.start()
+
+    def take(self) -> list[Stall]:
+        """Those that have ended since the last call."""
+        return [self._ended.popleft() for _ in range(len(self._ended))]
+
+    def close(self) -> None:
+        self._watch.close()
+
+    def _begin(self, stall: Stall) -> None:
+        self._told = self._book.is_news(stall)
+        if self._told:
+            logger.warning("%s", so_far(stall))
+
+    def _end(self, stall: Stall) -> None:
+        self._book.add(stall)
+        self._ended.append(stall)
+        if self._told:
+            logger.warning("%s", over(stall))
+
 
 ROLE = "rollout worker"
 
@@ -58,7 +92,9 @@ class WorkerSetup:
 
 
 class RolloutWorker:
-    def __init__(self, doors: dict[bool, Door], proxy: Proxy, engine: InferenceEngine, timeout_seconds: float) -> None:
+    def __init__(
+        self, doors: dict[bool, Runner], proxy: Proxy, engine: InferenceEngine, timeout_seconds: float
+    ) -> None:
         self._doors = doors
         """By `is_eval`."""
         self._proxy = proxy
@@ -133,30 +169,30 @@ class RolloutWorker:
 
 async def _doors(
     setup: WorkerSetup, proxy: Proxy, engine: InferenceEngine, fillers: Fillers, held: AsyncExitStack
-) -> dict[bool, Door]:
+) -> dict[bool, Runner]:
     gconfig, agent = fillers.gconfig, setup.rollout.agent
     pool: AgentPool | None = None
     if agent.mode == "subproc":
         pool = AgentPool(agent.subproc_max_workers)
         held.push_async_callback(pool.aclose)
 
-    async def door(packed: bytes, online: bool = False) -> Door:
+    async def door(packed: bytes, online: bool = False) -> Runner:
         spec = WorkflowSpec.unpack(packed)
         if online and is_agent(spec):
-            outside = OnlineDoor(name_of(spec.target), proxy, agent, gconfig)
+            outside = OnlineRunner(name_of(spec.target), proxy, agent, gconfig)
             outside.announce(with_key=not setup.proxy.admin_key)
             return outside
         if pool is not None and is_agent(spec):
             path = setup.tokenizer_path
             afar = replace(fillers, tokenizer=path, processor=None if fillers.processor is None else path)
             parcel = AgentParcel(packed, afar)
-            away = SubprocDoor(name_of(spec.target), parcel, pool, proxy, agent, gconfig)
+            away = SubprocessRunner(name_of(spec.target), parcel, pool, proxy, agent, gconfig)
             await away.prepare()
             return away
         workflow = load(spec, fillers)
         if is_rollout_workflow(workflow):
-            return WorkflowDoor(workflow, engine, fillers.tokenizer)
-        return AgentDoor(workflow, proxy, agent, gconfig)
+            return WorkflowRunner(workflow, engine, fillers.tokenizer)
+        return AgentRunner(workflow, proxy, agent, gconfig)
 
     train = await door(setup.workflow, online=agent.mode == "online")
     same = setup.eval_workflow in (b"", setup.workflow)

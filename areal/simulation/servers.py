@@ -16,7 +16,7 @@ class Machine:
     """Cores that servers share: with more busy servers than cores, each gets its part of one."""
 
     cores: float
-    servers: list["Server"] = field(default_factory=list)
+    servers: list["SharedServer"] = field(default_factory=list)
 
     @property
     def speed(self) -> float:
@@ -29,7 +29,7 @@ class Machine:
             server.run_at(speed)
 
 
-class Server:
+class SharedServer:
     def __init__(self, fixed: float, shared: float, machine: Machine | None = None) -> None:
         self._fixed, self._shared = fixed, shared
         self._machine = machine

@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError
 
 from areal.api.errors import ArealError
-from areal.engine.training import TrainingEngine
+from areal.engine.training.engine import TrainingEngine
 
 STATE_FILE = "trainer.pt"
 

@@ -1,27 +1,183 @@
-"""The asynchronous half of a run behind synchronous calls: engine, rollout workers and the pipeline between them.
+"""An event loop in a thread of its own, for synchronous code that owns asynchronous parts."""
 
-The trainer's thread computes; everything here lives on an event loop in a thread of its own. A process that dies makes
-every waiting call raise what died, rather than what its death broke.
-"""
+# MERGED-DOC
+# The processes of a run: one engine server and the rollout workers. Starts them, watches them, ends them.
+#
+# A process that ends when it should not is told to `on_death` at once, in one sentence. In `rollout.in_process` mode the
+# worker is an object on the driver's own event loop instead.
+# The asynchronous half of a run behind synchronous calls: engine, rollout workers and the pipeline between them.
+#
+# The trainer's thread computes; everything here lives on an event loop in a thread of its own. A process that dies makes
+# every waiting call raise what died, rather than what its death broke.
 
 import asyncio
+import os
+import pickle
+import sys
+import threading
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from areal.api.engine_api import WeightUpdate
-from areal.api.errors import ArealError, EngineError
-from areal.api.messages import GroupResult
+from areal.api.errors import ArealError, EngineError, ProcessDied
+from areal.api.messages import GroupResult, GroupTask
 from areal.config.experiment import PPOConfig
-from areal.engine.model_choice import max_positions
-from areal.infra.channel import ChannelClosed
-from areal.infra.loop_thread import LoopThread
+from areal.config.rollout import RolloutConfig
+from areal.engine.inference.remote import RemoteEngine
+from areal.engine.models import max_positions
+from areal.infra.rpc.channel import Channel, ChannelClosed
+from areal.infra.rpc.connect import DriverListener
+from areal.infra.rpc.wire import api_wire
+from areal.infra.scheduler import Command, Placement, make_scheduler
 from areal.rollout.admission import Admission
-from areal.rollout.pipeline import Filter, Pipeline, Tally, TaskStream
-from areal.rollout.worker import WorkerSetup
-from areal.rollout.workflows import WorkflowSpec
-from areal.trainer.processes import Processes
+from areal.rollout.loading import WorkflowSpec
+from areal.rollout.pipeline import Filter, GroupWorker, Pipeline, Rejections, TaskStream
+from areal.rollout.worker import ROLE as WORKER_ROLE
+from areal.rollout.worker import RolloutWorker, WorkerSetup
+
+_T = TypeVar("_T")
+
+CLOSE_SECONDS = 10.0
+
+
+class LoopThread:
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._main, name="areal event loop", daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """Run `work` there and wait for it here; an interrupted wait cancels it."""
+        future = asyncio.run_coroutine_threadsafe(work, self.loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def call(self, function: Callable[..., Any], *args: Any) -> None:
+        """Call `function` there soon, without waiting; safe in a signal handler."""
+        self.loop.call_soon_threadsafe(function, *args)
+
+    def close(self) -> None:
+        """Cancel what is left and end the thread."""
+        if self.loop.is_closed():
+            return
+        asyncio.run_coroutine_threadsafe(self._cancel_all(), self.loop).result(CLOSE_SECONDS)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(CLOSE_SECONDS)
+
+    def _main(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+        self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+        self.loop.close()
+
+    async def _cancel_all(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+ENGINE_ROLE = "engine"
+START_SECONDS = 120.0
+SETUP_SECONDS = 300.0
+"""A workflow's constructor may load much."""
+ASK_SECONDS = 10.0
+
+
+@dataclass
+class RemoteWorker:
+    """A rollout worker in another process."""
+
+    channel: Channel
+
+    async def run_group(self, task: GroupTask) -> GroupResult:
+        result: GroupResult = await self.channel.call("run_group", task, timeout_seconds=None)
+        return result
+
+
+class Processes:
+    def __init__(self, scheduler_type: str, logs: Path, on_death: Callable[[ProcessDied], None]) -> None:
+        self._scheduler = make_scheduler(scheduler_type)
+        self._logs = logs
+        self._on_death = on_death
+        self._home = DriverListener(api_wire())
+        self._channels: dict[str, Channel] = {}
+        self._watchers: list[asyncio.Task[None]] = []
+        self._local: RolloutWorker | None = None
+        self._closing = False
+
+    async def start(
+        self, rollout: RolloutConfig, model: Path, setup: WorkerSetup, engine_threads: int
+    ) -> tuple[RemoteEngine, list[GroupWorker]]:
+        """The engine and the workers, all at once; each worker is told the engine's address as soon as there is one."""
+        await self._home.open()
+        indices = range(0 if rollout.in_process else rollout.num_workers)
+        (engine, address), channels = await asyncio.gather(
+            self._start_engine(model, rollout.dtype, engine_threads),
+            asyncio.gather(*(self._start_worker(index) for index in indices)),
+        )
+        setup = replace(setup, engine_address=address)
+        if rollout.in_process:
+            self._local = await RolloutWorker.start(setup)
+            return engine, [self._local]
+        packed = pickle.dumps(setup)
+        await asyncio.gather(*(each.call("setup", packed, timeout_seconds=SETUP_SECONDS) for each in channels))
+        return engine, [RemoteWorker(each) for each in channels]
+
+    async def cpu_seconds(self) -> dict[str, float]:
+        """Processor time of every process so far."""
+        used = {"driver": time.process_time()}
+        for name, channel in sorted(self._channels.items()):
+            used[name] = await channel.call("cpu_seconds", timeout_seconds=ASK_SECONDS)
+        return used
+
+    async def close(self) -> None:
+        self._closing = True
+        for watcher in self._watchers:
+            watcher.cancel()
+        if self._local is not None:
+            await self._local.aclose()
+        await self._home.close()
+        await self._scheduler.close()
+
+    async def _start_engine(self, model: Path, dtype: str, threads: int) -> tuple[RemoteEngine, str]:
+        """The driver's handle on the engine, and the address that workers reach it at."""
+        env = {"OMP_NUM_THREADS": str(threads)}
+        placement = await self._start(ENGINE_ROLE, ["areal.engine.inference.server", str(model), dtype], env)
+        arrival = await self._home.expect(ENGINE_ROLE, 0, placement, timeout_seconds=START_SECONDS)
+        self._watch(ENGINE_ROLE, placement, arrival.channel)
+        return RemoteEngine(arrival.channel), arrival.info["address"]
+
+    async def _start_worker(self, index: int) -> Channel:
+        name = f"{WORKER_ROLE} {index}"
+        # One thread: episodes wait for the engine, and what they compute themselves must not crowd it out.
+        placement = await self._start(name, ["areal.rollout.worker", str(index)], {"OMP_NUM_THREADS": "1"})
+        arrival = await self._home.expect(WORKER_ROLE, index, placement, timeout_seconds=START_SECONDS)
+        self._watch(name, placement, arrival.channel)
+        return arrival.channel
+
+    async def _start(self, name: str, module: list[str], env: dict[str, str]) -> Placement:
+        path = os.pathsep.join(each or os.getcwd() for each in sys.path)
+        env = {"PYTHONPATH": path, **env, **self._home.env}
+        log = self._logs / f"{name.replace(' ', '-')}.log"
+        return await self._scheduler.start(Command(name, [sys.executable, "-m", *module], log, env))
+
+    def _watch(self, name: str, placement: Placement, channel: Channel) -> None:
+        self._channels[name] = channel
+        self._watchers.append(asyncio.ensure_future(self._until_death(placement)))
+
+    async def _until_death(self, placement: Placement) -> None:
+        await placement.wait()
+        if not self._closing:
+            self._on_death(ProcessDied(placement.describe_exit()))
+
 
 T = TypeVar("T")
 
@@ -115,7 +271,7 @@ class Fleet:
         self._wait(publish())
 
     @property
-    def tally(self) -> Tally:
+    def tally(self) -> Rejections:
         return self._running.tally
 
     @property

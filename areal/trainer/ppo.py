@@ -6,10 +6,9 @@ from typing import Any, Self
 from areal.config.experiment import PPOConfig
 from areal.dataset import TaskSource, get_custom_dataset, read_tasks
 from areal.engine.models import find_model
-from areal.rollout.workflows import Workflow, WorkflowSpec, check
-from areal.trainer.plan import GroupFilter, Plan, Tasks, TrainResult
-from areal.trainer.progress import Announcer
-from areal.trainer.run import TrainingRun
+from areal.rollout.loading import Workflow, WorkflowSpec, check
+from areal.trainer.display import Announcer
+from areal.trainer.run import GroupFilter, RunPlan, Tasks, TrainingRun, TrainResult
 from areal.trainer.run_directory import RunDirectory
 
 
@@ -54,7 +53,7 @@ class PPOTrainer:
         check(train_spec)
         check(eval_spec)
         self._directory = self._directory or RunDirectory.open(self.config)
-        plan = Plan(
+        plan = RunPlan(
             config=self.config,
             directory=self._directory,
             model=self._model,

@@ -1,36 +1,109 @@
-"""One training run from its first process to its last line. `_steps` is the loop; read it first."""
+"""Ctrl-C: the first one asks a run to end in order, the second ends it at once."""
 
+# MERGED-DOC
+# What a run is made from, and what it leaves. Plain values; nothing happens here.
+# One training run from its first process to its last line. `_steps` is the loop; read it first.
+
+import signal
+import threading
 import time
+from collections.abc import Callable
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Self
 
 import torch
 
 from areal.api.errors import ArealError
 from areal.api.messages import GroupResult
-from areal.engine.model_choice import open_trainable
-from areal.engine.models import find_model
-from areal.engine.training import TrainingEngine
+from areal.config.experiment import PPOConfig
+from areal.engine.models import find_model, open_trainable
+from areal.engine.training.engine import TrainingEngine
 from areal.rollout.admission import Admission
-from areal.trainer import notices
+from areal.rollout.loading import WorkflowSpec
+from areal.trainer import display
 from areal.trainer.checkpoint import load_checkpoint, save_checkpoint
-from areal.trainer.evaluation import overlap, pause_figures
 from areal.trainer.fleet import Fleet
-from areal.trainer.group_tensors import tensors_of
-from areal.trainer.interruption import Interrupted, Interruption
-from areal.trainer.journal import AFTER, BEFORE, DURING, Account, Journal
-from areal.trainer.plan import Plan, TrainResult
-from areal.trainer.policy import PolicyUpdate
-from areal.trainer.run_directory import told_in_one_line
-from areal.trainer.step_figures import step_figures
+from areal.trainer.journal import AFTER, BEFORE, DURING, Account, Journal, overlap, pause_figures, step_figures
+from areal.trainer.run_directory import RunDirectory, told_in_one_line
 from areal.trainer.tasks import Settled, task_stream
-from areal.trainer.threads import plan_threads
+from areal.trainer.tensors import tensors_of
+from areal.trainer.update import PolicyUpdate
 from areal.utils.hf_utils import load_hf_tokenizer
+from areal.utils.threads import plan_threads
+
+
+class Interrupted(Exception):
+    """The user asked the run to end; everything is to be saved."""
+
+
+class Interruption:
+    """While entered, SIGINT only sets a flag and calls `tell`, which must be safe inside a signal handler."""
+
+    def __init__(self, tell: Callable[[], None] = lambda: None) -> None:
+        self._tell = tell
+        self._asked = False
+        # Python delivers signals to the main thread only, and only it may choose what they do.
+        self._works = threading.current_thread() is threading.main_thread()
+
+    def check(self) -> None:
+        """Raise `Interrupted` if Ctrl-C has come."""
+        if self._asked:
+            raise Interrupted
+
+    def __enter__(self) -> Self:
+        if self._works:
+            self._before = signal.signal(signal.SIGINT, self._on_signal)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._works:
+            signal.signal(signal.SIGINT, self._before)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._asked:
+            raise KeyboardInterrupt
+        self._asked = True
+        self._tell()
+
+
+Tasks = list[dict[str, Any]]
+GroupFilter = Callable[[dict[str, Any]], bool]
+"""Given a group's tensor dict, whether to train on it."""
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    config: PPOConfig
+    directory: RunDirectory
+    model: Path
+    tokenizer: Path
+    tasks: Tasks
+    valid: Tasks
+    """Held-out tasks; empty = nothing is evaluated."""
+    total_steps: int
+    workflow: WorkflowSpec
+    eval_workflow: WorkflowSpec
+    keep: GroupFilter | None
+
+    @property
+    def total_groups(self) -> int:
+        return self.total_steps * self.config.train_dataset.batch_size
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    run_dir: Path
+    model_dir: Path
+    summary: dict[str, Any]
 
 
 class TrainingRun:
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: RunPlan) -> None:
         self._plan = plan
         self._config = plan.config
         self._threads = plan_threads(plan.config.rollout.max_head_offpolicyness, plan.config.scheduler.threads)
@@ -59,7 +132,7 @@ class TrainingRun:
             Journal(plan.directory, plan.total_steps, self._step, self._account) as self._journal,
         ):
             self._say = self._journal.progress.say
-            self._say(notices.hello(plan.directory.path, self._step, self._threads))
+            self._say(display.hello(plan.directory.path, self._step, self._threads))
             with self._journal.progress.spinner("starting the engine and the rollout workers"):
                 self._fleet = self._make_fleet()
             with closing(self._fleet):
@@ -163,7 +236,7 @@ class TrainingRun:
         return state["step"], settled, Account(**state["account"])
 
     def _stop_soon(self) -> None:
-        self._say(notices.stopping())
+        self._say(display.stopping())
         self._fleet.fail(Interrupted())
 
     def _stop(self) -> None:
@@ -172,7 +245,7 @@ class TrainingRun:
             self._save()
             self._journal.draw()
         self._journal.progress.close()
-        self._say(notices.stopped(self._plan.directory.path, self._step, self._plan.total_steps))
+        self._say(display.stopped(self._plan.directory.path, self._step, self._plan.total_steps))
 
     def _finish(self) -> TrainResult:
         directory, generating = self._plan.directory, self._fleet.engine_activity()
@@ -190,7 +263,7 @@ class TrainingRun:
         model, curve = self._save(), self._journal.draw()
         directory.finish(summary)
         self._journal.progress.close()
-        self._say(notices.closing(summary, directory.path, model, curve))
+        self._say(display.closing(summary, directory.path, model, curve))
         return TrainResult(directory.path, model, summary)
 
     def _due(self, freq_steps: int | None) -> bool:

@@ -12,16 +12,14 @@ from typing import Any, Self
 from areal.api.errors import DatasetError
 from areal.config.experiment import SFTConfig
 from areal.dataset import TaskSource, get_custom_dataset, read_tasks
-from areal.engine.model_choice import open_trainable
-from areal.engine.models import find_model
-from areal.engine.supervised import mean_nll, supervised_batch
-from areal.engine.training import TrainingEngine
-from areal.trainer import notices
+from areal.engine.models import find_model, open_trainable
+from areal.engine.training.engine import TrainingEngine
+from areal.engine.training.supervised import mean_nll, supervised_batch
+from areal.trainer import display
 from areal.trainer.checkpoint import load_checkpoint, save_checkpoint
-from areal.trainer.interruption import Interrupted, Interruption
-from areal.trainer.metrics import MetricsLog
-from areal.trainer.plan import TrainResult
-from areal.trainer.progress import Announcer, Progress
+from areal.trainer.display import Announcer, Progress
+from areal.trainer.logs import MetricsLog
+from areal.trainer.run import Interrupted, Interruption, TrainResult
 from areal.trainer.run_directory import RunDirectory, told_in_one_line
 from areal.trainer.tasks import Settled, task_stream
 from areal.utils.hf_utils import load_hf_tokenizer
@@ -99,7 +97,7 @@ class SFTTrainer:
         except Interrupted:
             self._save(engine, directory, step)
             progress.close()
-            progress.say(notices.stopped(directory.path, step, total))
+            progress.say(display.stopped(directory.path, step, total))
             raise KeyboardInterrupt from None
         return loss
 

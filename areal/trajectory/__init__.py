@@ -4,10 +4,9 @@ Owns the tree of completions of one session, the rendering of messages to token 
 messages. Refuses to know where tokens come from (the engine) and how a client spells a request (the proxy's dialects).
 """
 
-from areal.trajectory.export import export
-from areal.trajectory.renderer import Renderer
+from areal.trajectory.export import export, transcript
+from areal.trajectory.rendering import Renderer
 from areal.trajectory.rewards import assign_reward, returns
-from areal.trajectory.transcript import transcript
 from areal.trajectory.tree import Tree
 
 __all__ = ["Renderer", "Tree", "assign_reward", "export", "returns", "transcript"]

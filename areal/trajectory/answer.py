@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from areal.api.io_struct import ModelResponse
-from areal.trajectory.meaning import Message
+from areal.trajectory.message import Message
 from areal.trajectory.parsers import ToolCall
-from areal.trajectory.renderer import Renderer
+from areal.trajectory.rendering import Renderer
 
 
 @dataclass

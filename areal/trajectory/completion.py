@@ -6,8 +6,7 @@ from typing import Any
 
 from areal.api.io_struct import StopReason
 from areal.api.messages import Array
-from areal.trajectory.meaning import Digest, Message
-from areal.trajectory.pictures import Picture
+from areal.trajectory.message import Digest, Message, Picture
 
 
 @dataclass(slots=True)

@@ -1,11 +1,15 @@
 """A tree as training rows. Both styles hold the same sampled tokens, each exactly once in a loss mask."""
 
+# MERGED-DOC
+# A tree as a person reads it: its longest conversation, pictures named, each answer with the reward it got.
+
 from typing import Literal
 
 import numpy as np
 
 from areal.api.messages import Array, Row
 from areal.trajectory.completion import Completion
+from areal.trajectory.message import Message, readable
 from areal.trajectory.rewards import returns
 from areal.trajectory.tree import Tree
 
@@ -74,3 +78,25 @@ def _mark_sampled(row: Row, where: slice, node: Completion, total: float) -> Non
     row.returns[where] = total
     row.completion_index[where] = node.index
     row.temperatures[where] = node.temperature
+
+
+def transcript(tree: Tree) -> list[Message]:
+    """Messages first to last; an answer that was rewarded has a `reward`. Of equally long conversations, the latest."""
+    if not tree.completions:
+        return []
+    lengths: list[int] = []
+    for node in tree.completions:
+        lengths.append((0 if node.parent is None else lengths[node.parent]) + len(node.messages) + 1)
+    leaf = max(tree.completions, key=lambda node: (lengths[node.index], node.index))
+    messages: list[Message] = []
+    for node in _path(tree, leaf):
+        messages += [readable(message) for message in node.messages]
+        messages.append(dict(node.message) if node.reward is None else {**node.message, "reward": node.reward})
+    return messages
+
+
+def _path(tree: Tree, leaf: Completion) -> list[Completion]:
+    path = [leaf]
+    while path[-1].parent is not None:
+        path.append(tree.completions[path[-1].parent])
+    return path[::-1]

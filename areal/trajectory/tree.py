@@ -15,13 +15,9 @@ from areal.api.io_struct import ModelResponse
 from areal.api.messages import Array
 from areal.trajectory.answer import Answer
 from areal.trajectory.completion import Completion, Draft, Prompt
-from areal.trajectory.continuation import Tools, newer_ids, newer_text
-from areal.trajectory.lines import Lines
-from areal.trajectory.meaning import Digest, Message, extend
-from areal.trajectory.pictures import Picture, pictures_in
-from areal.trajectory.recognition import recognise
-from areal.trajectory.renderer import Renderer
-from areal.trajectory.spoken import meant
+from areal.trajectory.matching import Lines, meant, recognise
+from areal.trajectory.message import Digest, Message, Picture, extend, pictures_in
+from areal.trajectory.rendering import Renderer, Tools, newer_ids, newer_text
 
 
 class Tree:

@@ -5,9 +5,19 @@ An answer is right by `areal.reward.exact_match`: the last number of the text, d
 the expected answer is no number.
 """
 
-from typing import Any
+# MERGED-DOC
+# Libraries that only some agents need: loaded when such an agent is made, and named with the remedy if missing.
+# The official client on what an episode is given; without it, on what the environment says.
 
+import os
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from areal.api.errors import WorkflowError
 from areal.reward import exact_match_reward
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
 
 MODEL = "default"
 """There is one model behind the proxy; it answers to any name."""
@@ -45,3 +55,23 @@ def split_messages(data: dict[str, Any]) -> tuple[str | None, list[dict[str, Any
     system = [message["content"] for message in earlier if message["role"] == "system"]
     said = [message for message in earlier if message["role"] != "system"]
     return "\n\n".join(system) or None, said, last["content"]
+
+
+def load(module: str, library: str, *, extra: str) -> Any:
+    """The module; `library` is its name for people, `extra` what installs it. Raises WorkflowError."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise WorkflowError(f"this agent needs {library} ({error}); pip install areal[{extra}]") from error
+
+
+def openai_client(extra_kwargs: dict[str, Any]) -> "AsyncOpenAI":
+    """On the shared HTTP client a new AsyncOpenAI costs next to nothing; without it, its own takes some 30 ms."""
+    from openai import AsyncOpenAI
+
+    return AsyncOpenAI(
+        base_url=extra_kwargs.get("base_url") or os.getenv("OPENAI_BASE_URL"),
+        api_key=extra_kwargs.get("api_key") or os.getenv("OPENAI_API_KEY"),
+        http_client=extra_kwargs.get("http_client"),
+        max_retries=0,
+    )

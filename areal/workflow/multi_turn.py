@@ -15,7 +15,7 @@ from areal.api.engine_api import InferenceEngine
 from areal.api.messages import Row
 from areal.api.reward_api import AsyncRewardWrapper
 from areal.config.errors import require
-from areal.config.generation import GenerationHyperparameters
+from areal.config.rollout import GenerationHyperparameters
 from areal.infra import workflow_context
 from areal.trajectory import Tree, export
 from areal.utils import stats_tracker

@@ -20,10 +20,10 @@ from areal.api.errors import RewardInvalid, WorkflowError
 from areal.api.io_struct import ModelRequest, ModelResponse
 from areal.api.reward_api import AsyncRewardWrapper
 from areal.api.workflow_api import RolloutWorkflow
-from areal.config.generation import GenerationHyperparameters
+from areal.config.rollout import GenerationHyperparameters
 from areal.infra import workflow_context
 from areal.trajectory.answer import Answer, read_answer
-from areal.trajectory.renderer import Renderer
+from areal.trajectory.rendering import Renderer
 from areal.utils import stats_tracker
 
 POSITIONAL = ("prompt", "completion", "prompt_ids", "completion_ids")

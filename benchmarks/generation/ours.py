@@ -7,21 +7,21 @@ import torch
 from job import measure, read_job
 
 from areal.api.io_struct import ModelRequest
-from areal.config.generation import GenerationHyperparameters
-from areal.engine.admission import Admission
-from areal.engine.architecture import read_architecture
-from areal.engine.decoder import Decoder
-from areal.engine.embedded import EmbeddedEngine
-from areal.engine.model_runner import Piece
-from areal.engine.runner import Runner
-from areal.engine.sequence import Sequence
-from areal.engine.weights import load_weights
+from areal.config.rollout import GenerationHyperparameters
+from areal.engine.inference.decoder_runner import DecoderRunner
+from areal.engine.inference.engine import EmbeddedEngine
+from areal.engine.inference.model_runner import Piece
+from areal.engine.inference.scheduler import StepScheduler
+from areal.engine.inference.sequence import SequenceState
+from areal.engine.model.architecture import read_architecture
+from areal.engine.model.decoder import Decoder
+from areal.engine.model.weights import load_weights
 
 
-class Unshared(Admission):
+class Unshared(StepScheduler):
     """Admits prompts one by one, so that none is computed for two."""
 
-    def pieces(self, first_row: int, room: int) -> tuple[list[Piece], list[Sequence]]:
+    def pieces(self, first_row: int, room: int) -> tuple[list[Piece], list[SequenceState]]:
         return super().pieces(first_row, min(room, 1))
 
 
@@ -31,7 +31,7 @@ def main() -> None:
     directory = Path(job["model"])
     decoder = Decoder(read_architecture(directory))
     load_weights(decoder, directory)
-    runner = Runner(decoder, prefix_bytes=None if job["sharing"] else 0)
+    runner = DecoderRunner(decoder, prefix_bytes=None if job["sharing"] else 0)
     with asyncio.Runner() as loop:
         engine = loop.run(opened(runner, job["sharing"]))
 
@@ -47,7 +47,7 @@ def main() -> None:
         loop.run(engine.aclose())
 
 
-async def opened(runner: Runner, sharing: bool) -> EmbeddedEngine:
+async def opened(runner: DecoderRunner, sharing: bool) -> EmbeddedEngine:
     engine = EmbeddedEngine(runner)
     if not sharing:
         engine._admission = Unshared(engine._mixed)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from areal import PPOTrainer
 from areal.api.cli_args import GRPOConfig, load_expr_config
-from areal.cli.exit import guard
+from areal.cli.main import guard
 
 
 @dataclass

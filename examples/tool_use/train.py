@@ -7,7 +7,7 @@ import sys
 
 from areal import PPOTrainer
 from areal.api.cli_args import GRPOConfig, load_expr_config
-from areal.cli.exit import guard
+from areal.cli.main import guard
 
 
 def main(argv: list[str]) -> None:

@@ -16,8 +16,8 @@ from areal.api.engine_api import InferenceEngine
 from areal.api.errors import AgentFailed, EpisodeRejected
 from areal.api.io_struct import ModelRequest, ModelResponse
 from areal.api.messages import Array
-from areal.config.generation import GenerationHyperparameters
-from realhf.api.core.model_api import BundledGenerationOutputs
+from areal.config.rollout import GenerationHyperparameters
+from realhf.api.core.agent_api import BundledGenerationOutputs
 
 T = TypeVar("T")
 
@@ -26,7 +26,7 @@ GRACE_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
-class Generation:
+class SampledGeneration:
     """One answer as the engine gave it."""
 
     index: int
@@ -60,8 +60,8 @@ class GenerationService:
         self._stop_ids = stop_ids
         self.obs_queue: asyncio.Queue[Any] = asyncio.Queue()
         self.act_queue: asyncio.Queue[BundledGenerationOutputs] = asyncio.Queue()
-        self.record: list[Generation] = []
-        self.last: list[Generation] = []
+        self.record: list[SampledGeneration] = []
+        self.last: list[SampledGeneration] = []
 
     async def serve_while(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of `work`, whose observations are answered meanwhile. Nothing of either runs on afterwards."""
@@ -104,8 +104,8 @@ class GenerationService:
             raise EpisodeRejected("the engine aborted a generation")
         return response
 
-    def _remember(self, response: ModelResponse, asked: GenerationHyperparameters) -> Generation:
-        generation = Generation(
+    def _remember(self, response: ModelResponse, asked: GenerationHyperparameters) -> SampledGeneration:
+        generation = SampledGeneration(
             index=len(self.record),
             ids=np.array(response.input_tokens + response.output_tokens, np.int32),
             start=response.input_len,

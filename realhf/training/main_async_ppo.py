@@ -14,11 +14,11 @@ if not __package__:  # run by its path: Python looks for modules beside this fil
 
 import realhf.impl.agent
 import realhf.impl.environment  # noqa: F401
-from areal.cli.exit import guard
+from areal.cli.main import guard
 from areal.config.experiment import GRPOConfig
 from areal.config.loader import load_expr_config, to_dict
 from areal.utils.logging import getLogger
-from realhf.api.core.registry import AGENTS, ENVIRONMENTS, complete
+from realhf.api.core.agent_api import AGENTS, ENVIRONMENTS, complete
 from realhf.experiments.async_exp.async_math_ppo import AsyncPPOMATHConfig
 
 NOTICE = (

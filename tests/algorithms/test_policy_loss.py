@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from areal.algorithms.ppo import clipped_loss, decoupled_loss, kl_penalty
+from areal.algorithms.losses import clipped_loss, decoupled_loss, kl_penalty
 
 LOW, HIGH = 0.2, 0.3
 

@@ -11,8 +11,7 @@ from typing import Any
 import cloudpickle
 import pytest
 
-from areal.api.errors import RewardInvalid, RewardTimeout
-from areal.api.rejection import RejectReason
+from areal.api.errors import RejectReason, RewardInvalid, RewardTimeout
 from areal.api.reward_api import AsyncRewardWrapper, Limits, Reject, Value
 from areal.config.errors import ConfigError
 

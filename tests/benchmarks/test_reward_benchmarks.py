@@ -3,7 +3,7 @@
 import asyncio
 from pathlib import Path
 
-from areal.utils.process_pool import usable_cores
+from areal.utils.process_pool.pool import usable_cores
 from benchmarks import http_clients, reward_pool
 from benchmarks.reward_calls import small
 

@@ -9,12 +9,12 @@ import torch
 from areal.api.errors import ContextLengthError
 from areal.cli import chat as verb
 from areal.cli.main import main
-from areal.config.actor import OptimizerConfig
-from areal.engine.architecture import Architecture
+from areal.config.training import OptimizerConfig
 from areal.engine.builtin.tokenizer import make_tokenizer
-from areal.engine.decoder import initialise
-from areal.engine.fake import FakeEngine
-from areal.engine.training import TrainingEngine
+from areal.engine.inference.fake import FakeEngine
+from areal.engine.model.architecture import Architecture
+from areal.engine.model.decoder import initialise
+from areal.engine.training.engine import TrainingEngine
 from areal.trajectory import Renderer
 
 MAX_POSITIONS = 256

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from areal.cli.checking.source import read_source
+from areal.cli.check.source import read_source
 from areal.cli.main import main
 
 HEAD = """
@@ -260,7 +260,7 @@ def test_forks_are_counted(check: Check) -> None:
 def test_synchronous_client_that_waits_for_its_own_event_loop_is_cut_off(
     check: Check, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("areal.cli.checking.stage.STUCK_SECONDS", 0.5)
+    monkeypatch.setattr("areal.cli.check.play.STUCK_SECONDS", 0.5)
     body = "client = make()(base_url=keys['base_url'], api_key='DUMMY')\n"
     body += "client.chat.completions.create(model='any', messages=data['messages'])\nreturn 1.0"
     text = f"def make():\n    return OpenAI\n\n{agent(body)}"

@@ -6,7 +6,7 @@ import pytest
 
 from areal.api.errors import ModelError
 from areal.cli import main as command
-from areal.cli.exit import guard
+from areal.cli.main import guard
 
 ROOT = Path(__file__).parents[2]
 
@@ -63,8 +63,9 @@ def test_wrong_words_end_with_code_2_and_the_usage(words: list[str], capsys: pyt
 
 def test_every_verb_has_its_own_file_with_a_run() -> None:
     for name in command.VERBS:
-        text = (ROOT / "areal/cli" / f"{name}.py").read_text()
-        assert "def run(" in text
+        home = ROOT / "areal/cli"
+        path = home / f"{name}.py" if (home / f"{name}.py").exists() else home / name / "__init__.py"
+        assert "def run(" in path.read_text()
 
 
 @pytest.mark.parametrize(("answer", "code"), [(None, 0), (0, 0), (3, 3)])

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from areal.cli.main import main
-from areal.cli.scaffold.package_init import with_name
+from areal.cli.new import with_name
 
 ROOT = Path(__file__).parents[2]
 

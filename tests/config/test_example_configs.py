@@ -4,8 +4,7 @@ import pytest
 
 from areal.api.cli_args import GRPOConfig, load_expr_config
 from areal.dataset import get_custom_dataset
-from areal.rollout.naming import import_object
-from areal.rollout.workflows import WorkflowSpec, check
+from areal.rollout.loading import WorkflowSpec, check, import_object
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted(ROOT.glob("examples/**/config.yaml"))

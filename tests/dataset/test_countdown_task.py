@@ -1,19 +1,18 @@
-from areal.config.dataset import DatasetConfig
+from areal.config.experiment import DatasetConfig
 from areal.dataset import get_custom_dataset
-from areal.dataset.countdown import TASK
-from areal.dataset.procedural import SPLITS
+from areal.dataset.builtin import COUNTDOWN, SPLITS
 from areal.reward import countdown_reward
 
 
 def test_every_problem_has_an_answer_that_is_rewarded() -> None:
-    tasks = [TASK.problem(number).as_task() for number in range(TASK.size)]
+    tasks = [COUNTDOWN.problem(number).as_task() for number in range(COUNTDOWN.size)]
     assert all(countdown_reward("", task["answer"], [], [], **task) == 1.0 for task in tasks)
     assert all(task["target"] >= 0 and len(task["numbers"]) == 3 for task in tasks)
 
 
 def test_no_problem_is_posed_twice_and_each_is_in_one_split() -> None:
-    asked = [problem.question for split in SPLITS for problem in TASK.problems(split)]
-    assert len(asked) == len(set(asked)) == TASK.size
+    asked = [problem.question for split in SPLITS for problem in COUNTDOWN.problems(split)]
+    assert len(asked) == len(set(asked)) == COUNTDOWN.size
 
 
 def test_it_is_a_built_in_dataset_that_carries_what_its_reward_needs() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from areal.dataset.procedural import ELSEWHERE, TASKS
+from areal.dataset.builtin import ELSEWHERE, TASKS
 
 PAGE = (Path(__file__).parents[2] / "docs/datasets.md").read_text()
 

@@ -7,9 +7,9 @@ from itertools import islice
 import pytest
 from PIL import Image
 
-from areal.config.dataset import DatasetConfig
+from areal.config.experiment import DatasetConfig
 from areal.dataset import get_custom_dataset
-from areal.dataset.shapes import COLOURS, PAPER, TASK, Drawing
+from areal.dataset.builtin import COLOURS, PAPER, SHAPES, Drawing
 
 
 def islands(image: Image.Image) -> tuple[int, set[tuple[int, ...]]]:
@@ -46,7 +46,7 @@ def test_a_task_is_a_chat_message_with_a_data_url() -> None:
 
 
 def test_no_drawing_is_in_two_splits() -> None:
-    train, valid, test = (set(TASK.problems(split)) for split in ("train", "valid", "test"))
+    train, valid, test = (set(SHAPES.problems(split)) for split in ("train", "valid", "test"))
     assert not train & valid
     assert not train & test
     assert not valid & test
@@ -54,7 +54,7 @@ def test_no_drawing_is_in_two_splits() -> None:
 
 
 def test_every_answer_comes_up_and_a_seed_orders_them() -> None:
-    drawings = list(islice(TASK.problems("train", seed=1), 1000))
+    drawings = list(islice(SHAPES.problems("train", seed=1), 1000))
     assert {each.answer for each in drawings} == {f"{count} {colour}" for count in range(1, 5) for colour in COLOURS}
-    assert drawings == list(islice(TASK.problems("train", seed=1), 1000))
-    assert drawings != list(islice(TASK.problems("train", seed=2), 1000))
+    assert drawings == list(islice(SHAPES.problems("train", seed=1), 1000))
+    assert drawings != list(islice(SHAPES.problems("train", seed=2), 1000))

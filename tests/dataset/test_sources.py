@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from areal.api.errors import DatasetError
-from areal.config.dataset import DatasetConfig
+from areal.config.experiment import DatasetConfig
 from areal.dataset import get_custom_dataset, read_tasks
 
 TASKS = [{"messages": [{"role": "user", "content": "Sort 21"}], "answer": "12"}, {"answer": "3", "weight": 0.5}]

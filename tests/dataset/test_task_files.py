@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal.api.errors import DatasetError
-from areal.config.dataset import DatasetConfig
+from areal.config.experiment import DatasetConfig
 from areal.dataset import get_custom_dataset, read_tasks
-from areal.dataset.files import posed
+from areal.dataset.sources import posed
 
 GSM8K = {"question": "What is 5 + 7?", "answer": "5 + 7 = <<5+7=12>>12\n#### 12"}
 POSED = {**GSM8K, "messages": [{"role": "user", "content": "What is 5 + 7?"}]}

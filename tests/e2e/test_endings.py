@@ -16,7 +16,7 @@ Example = Callable[..., Run]
 
 
 @pytest.mark.parametrize(
-    ("module", "name"), [("areal.engine.server", "engine"), ("areal.rollout.worker", "rollout worker 0")]
+    ("module", "name"), [("areal.engine.inference.server", "engine"), ("areal.rollout.worker", "rollout worker 0")]
 )
 def test_killed_process_ends_the_run_which_says_what_died(example: Example, module: str, name: str) -> None:
     run = example("total_train_steps=200")

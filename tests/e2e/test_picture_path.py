@@ -10,10 +10,10 @@ from openai import AsyncOpenAI
 from tiny_processor import POSITIONS, data_url, png, save_model
 
 from areal.api.messages import Row
-from areal.config.generation import GenerationHyperparameters
-from areal.engine.model_choice import open_trainable
-from areal.engine.packing import Span
-from areal.engine.server import load_engine
+from areal.config.rollout import GenerationHyperparameters
+from areal.engine.inference.server import load_engine
+from areal.engine.models import open_trainable
+from areal.engine.training.packing import Span
 from areal.proxy import Proxy
 from areal.trajectory import export
 from areal.utils.hf_utils import load_hf_processor, load_hf_tokenizer

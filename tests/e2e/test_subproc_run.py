@@ -12,7 +12,7 @@ def test_agent_in_processes_of_its_own_trains_and_leaves_none_behind(
 ) -> None:
     run = example("total_train_steps=2", "rollout.agent.mode=subproc", "rollout.agent.subproc_max_workers=2")
     run.wait_for(r"^step 1/2 ")
-    agents = [pid for pid, command in run.descendants().items() if "process_worker" in command]
+    agents = [pid for pid, command in run.descendants().items() if "process_pool.worker" in command]
     assert 1 <= len(agents) <= 2
     witness = Witness(agents)
     assert run.wait() == 0, run.text

@@ -13,12 +13,12 @@ from tiny_models import TINY, byte_tokenizer, write_model
 
 from areal.api.engine_api import EngineHealth, InferenceEngine, WeightUpdate
 from areal.api.io_struct import ModelRequest, ModelResponse
-from areal.config.actor import OptimizerConfig
-from areal.config.generation import GenerationHyperparameters
-from areal.engine.architecture import read_architecture
-from areal.engine.fake import FakeEngine
-from areal.engine.server import load_engine
-from areal.engine.training import TrainingEngine
+from areal.config.rollout import GenerationHyperparameters
+from areal.config.training import OptimizerConfig
+from areal.engine.inference.fake import FakeEngine
+from areal.engine.inference.server import load_engine
+from areal.engine.model.architecture import read_architecture
+from areal.engine.training.engine import TrainingEngine
 
 T = TypeVar("T")
 LONG = 600

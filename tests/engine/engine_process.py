@@ -6,10 +6,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from areal.engine.remote import RemoteEngine
-from areal.infra.api_wire import api_wire
-from areal.infra.dial_home import Arrival, Home
-from areal.infra.endpoint import connect
+from areal.engine.inference.remote import RemoteEngine
+from areal.infra.rpc.connect import Arrival, DriverListener, connect
+from areal.infra.rpc.wire import api_wire
 from areal.infra.scheduler import Command, LocalScheduler, Placement
 
 START_SECONDS = 60.0
@@ -17,7 +16,7 @@ START_SECONDS = 60.0
 
 @dataclass
 class EngineProcess:
-    home: Home
+    home: DriverListener
     placement: Placement
     arrival: Arrival
 
@@ -28,10 +27,10 @@ class EngineProcess:
 
 @asynccontextmanager
 async def engine_process(model: Path, log: Path) -> AsyncIterator[EngineProcess]:
-    scheduler, home = LocalScheduler(), Home(api_wire())
+    scheduler, home = LocalScheduler(), DriverListener(api_wire())
     await home.open()
     try:
-        argv = [sys.executable, "-m", "areal.engine.server", str(model)]
+        argv = [sys.executable, "-m", "areal.engine.inference.server", str(model)]
         # One thread: a test's process shares the machine with the tests.
         env = home.env | {"OMP_NUM_THREADS": "1", "PYTHONPATH": ":".join(path for path in sys.path if path)}
         placement = await scheduler.start(Command("engine", argv, log, env))

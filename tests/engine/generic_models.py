@@ -11,13 +11,13 @@ import torch
 from tiny_models import byte_tokenizer
 
 from areal.api.io_struct import ModelRequest, ModelResponse
-from areal.config.actor import OptimizerConfig
-from areal.config.generation import GenerationHyperparameters
-from areal.dataset.shapes import TASK
-from areal.engine.builtin.tiny_vision import write_untrained
-from areal.engine.model_choice import open_trainable
-from areal.engine.packing import Span
-from areal.engine.training import TokenBatch, TrainingEngine
+from areal.config.rollout import GenerationHyperparameters
+from areal.config.training import OptimizerConfig
+from areal.dataset.builtin import SHAPES
+from areal.engine.builtin.vision import write_untrained
+from areal.engine.models import open_trainable
+from areal.engine.training.engine import TokenBatch, TrainingEngine
+from areal.engine.training.packing import Span
 from areal.utils.hf_utils import load_hf_processor
 
 VOCABULARY = 272
@@ -74,7 +74,7 @@ def _write(directory: Path, kind: Any, config: Any) -> Path:
 
 @cache
 def pictures(count: int) -> list[bytes]:
-    drawings = TASK.problems("train")
+    drawings = SHAPES.problems("train")
     return [next(drawings).png() for _ in range(count)]
 
 

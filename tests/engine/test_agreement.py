@@ -10,14 +10,14 @@ import torch
 from tiny_models import TINY, training_engine, write_model
 
 from areal.api.io_struct import ModelRequest, ModelResponse
-from areal.config.actor import OptimizerConfig
-from areal.config.generation import GenerationHyperparameters
-from areal.engine.architecture import read_architecture
-from areal.engine.embedded import EmbeddedEngine
-from areal.engine.packing import Span
-from areal.engine.runner import Runner
-from areal.engine.server import load_engine
-from areal.engine.training import TokenBatch, TrainingEngine
+from areal.config.rollout import GenerationHyperparameters
+from areal.config.training import OptimizerConfig
+from areal.engine.inference.decoder_runner import DecoderRunner
+from areal.engine.inference.engine import EmbeddedEngine
+from areal.engine.inference.server import load_engine
+from areal.engine.model.architecture import read_architecture
+from areal.engine.training.engine import TokenBatch, TrainingEngine
+from areal.engine.training.packing import Span
 from areal.utils.hf_utils import load_hf_tokenizer
 
 TOLERANCE = 1e-4
@@ -115,7 +115,7 @@ async def test_logprobs_of_the_builtin_model_agree(tiny_math: Path) -> None:
 @pytest.mark.parametrize("rows", [1, 3])
 async def test_logprobs_agree_when_requests_take_turns(rows: int) -> None:
     """Sequences move between cache rows as others end; nothing of a row's last tenant may show."""
-    engine = EmbeddedEngine(Runner(training_engine().decoder), max_running=rows)
+    engine = EmbeddedEngine(DecoderRunner(training_engine().decoder), max_running=rows)
     asked = requests(9)
     answers = await asyncio.gather(*map(engine.agenerate, asked))
     sampled = torch.tensor([logprob for response in answers for logprob in response.output_logprobs])

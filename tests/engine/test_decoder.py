@@ -9,10 +9,10 @@ import torch
 from tiny_models import TINY, training_engine
 from torch import Tensor
 
-from areal.engine.architecture import Architecture, RopeScaling, read_architecture
-from areal.engine.decoder import Decoder
-from areal.engine.runner import Runner
-from areal.engine.weights import load_weights
+from areal.engine.inference.decoder_runner import DecoderRunner
+from areal.engine.model.architecture import Architecture, RopeScaling, read_architecture
+from areal.engine.model.decoder import Decoder
+from areal.engine.model.weights import load_weights
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -71,7 +71,7 @@ def our_logits(directory: Path) -> Tensor:
     """Logits after the whole of IDS, and after it but its last token, by prefill and decode."""
     decoder = Decoder(read_architecture(directory))
     load_weights(decoder, directory)
-    runner = Runner(decoder)
+    runner = DecoderRunner(decoder)
     first = runner.prefill([0], [IDS[:-1].tolist()])
     return torch.cat([first, runner.decode([int(IDS[-1])], [len(IDS) - 1])])
 
@@ -133,17 +133,17 @@ def test_a_saved_model_ends_its_answers_where_the_loaded_one_did(tmp_path: Path)
 
 
 def test_equal_and_many_prompts_fill_the_cache_as_single_ones_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    from areal.engine import runner as module
+    from areal.engine.inference import decoder_runner as module
 
     monkeypatch.setattr(module, "PASS_TOKENS", 12)
     decoder = training_engine().decoder
     prompts = [[1, 2, 3], [4], [1, 2, 3], [5] * 20, [6, 7, 8], [4]]
-    together = Runner(decoder)
+    together = DecoderRunner(decoder)
     order = [3, 0, 5, 1, 4, 2]
     first = together.prefill(order, [prompts[row] for row in order])
     second = together.decode([9] * 6, [len(prompt) for prompt in prompts])
     for place, row in enumerate(order):
-        alone = Runner(decoder)
+        alone = DecoderRunner(decoder)
         torch.testing.assert_close(first[place : place + 1], alone.prefill([0], [prompts[row]]), atol=1e-5, rtol=1e-4)
         expected = alone.decode([9], [len(prompts[row])])
         torch.testing.assert_close(second[row : row + 1], expected, atol=1e-5, rtol=1e-4)

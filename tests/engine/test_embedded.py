@@ -11,14 +11,14 @@ from tiny_models import TINY, training_engine
 
 from areal.api.errors import EngineError, RequestError, WeightMismatch
 from areal.api.io_struct import ModelRequest
-from areal.config.generation import GenerationHyperparameters
-from areal.engine.embedded import EmbeddedEngine
-from areal.engine.runner import Runner
+from areal.config.rollout import GenerationHyperparameters
+from areal.engine.inference.decoder_runner import DecoderRunner
+from areal.engine.inference.engine import EmbeddedEngine
 
 
 @pytest.fixture
 async def engine() -> AsyncIterator[EmbeddedEngine]:
-    engine = EmbeddedEngine(Runner(training_engine().decoder), max_running=4)
+    engine = EmbeddedEngine(DecoderRunner(training_engine().decoder), max_running=4)
     yield engine
     await engine.aclose()
 
@@ -105,7 +105,7 @@ async def test_activity_is_told_once_and_only_where_tokens_were_drawn(engine: Em
     assert engine.activity() == []
 
 
-class BrokenRunner(Runner):
+class BrokenRunner(DecoderRunner):
     def forward(self, ids: Any, positions: Any, pieces: Any) -> Any:
         raise RuntimeError("out of memory")
 

@@ -12,7 +12,7 @@ from tiny_models import write_model
 
 from areal.api.errors import EngineError, ProcessDied
 from areal.api.io_struct import ModelRequest
-from areal.config.generation import GenerationHyperparameters
+from areal.config.rollout import GenerationHyperparameters
 
 REQUEST = ModelRequest("r", [1, 2, 3], GenerationHyperparameters(max_new_tokens=4000, seed=1))
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from generic_models import WRITERS, batch, picture_ids, requests, sampled, trainer
 
-from areal.engine.embedded import EmbeddedEngine
-from areal.engine.generic.runner import GenericRunner
-from areal.engine.model_choice import open_runner
+from areal.engine.inference.engine import EmbeddedEngine
+from areal.engine.models import open_runner
+from areal.engine.transformers.runner import TransformersRunner
 
 TOLERANCE = 1e-4
 
@@ -59,7 +59,7 @@ async def test_logprobs_agree_with_the_weights_of_each_tokens_version(model: Pat
 @pytest.mark.parametrize(("name", "caches"), [("gpt2", True), ("llava", True), ("gemma2", False)])
 def test_keys_and_values_are_kept_where_every_layer_sees_everything(tmp_path: Path, name: str, caches: bool) -> None:
     runner = open_runner(WRITERS[name](tmp_path / name))
-    assert isinstance(runner, GenericRunner)
+    assert isinstance(runner, TransformersRunner)
     assert runner.caches is caches
 
 

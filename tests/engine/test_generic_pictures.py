@@ -10,11 +10,11 @@ from tiny_models import write_model
 
 from areal.api.errors import RequestError
 from areal.api.io_struct import ModelRequest
-from areal.config.generation import GenerationHyperparameters
-from areal.engine.embedded import EmbeddedEngine
-from areal.engine.generic import pictures as picture_inputs
-from areal.engine.generic.pictures import PictureInputs
-from areal.engine.server import load_engine
+from areal.config.rollout import GenerationHyperparameters
+from areal.engine.inference.engine import EmbeddedEngine
+from areal.engine.inference.server import load_engine
+from areal.engine.transformers import images as picture_inputs
+from areal.engine.transformers.images import PictureInputs
 
 GREEDY = GenerationHyperparameters(max_new_tokens=3, greedy=True)
 

@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 
 from areal.api.errors import ModelError, RequestError
 from areal.config.errors import ConfigError
-from areal.engine.model_choice import max_positions, open_runner, open_trainable
-from areal.engine.packing import Span
-from areal.engine.supervised import mean_nll
-from areal.engine.training import TokenBatch
+from areal.engine.models import max_positions, open_runner, open_trainable
+from areal.engine.training.engine import TokenBatch
+from areal.engine.training.packing import Span
+from areal.engine.training.supervised import mean_nll
 from areal.utils.images import decode_image
 
 

@@ -13,13 +13,13 @@ from tiny_models import TINY, byte_tokenizer, training_engine
 
 from areal.api.errors import EngineError, RequestError
 from areal.api.io_struct import Grammar, ModelRequest, ModelResponse
-from areal.config.generation import GenerationHyperparameters
-from areal.engine import grammar as grammar_module
-from areal.engine.embedded import EmbeddedEngine
-from areal.engine.fake import FakeEngine
-from areal.engine.grammar import GrammarCompiler
-from areal.engine.runner import Runner
-from areal.infra.api_wire import api_wire
+from areal.config.rollout import GenerationHyperparameters
+from areal.engine.inference import grammar as grammar_module
+from areal.engine.inference.decoder_runner import DecoderRunner
+from areal.engine.inference.engine import EmbeddedEngine
+from areal.engine.inference.fake import FakeEngine
+from areal.engine.inference.grammar import GrammarCompiler
+from areal.infra.rpc.wire import api_wire
 
 PROMPT = [1, 2, 3]
 END = 2
@@ -53,7 +53,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 async def engine() -> AsyncIterator[EmbeddedEngine]:
-    engine = EmbeddedEngine(Runner(training_engine().decoder), byte_tokenizer())
+    engine = EmbeddedEngine(DecoderRunner(training_engine().decoder), byte_tokenizer())
     yield engine
     await engine.aclose()
 
@@ -96,7 +96,7 @@ async def test_a_lark_grammar_names_tokens_by_number(engine: EmbeddedEngine) -> 
 
 
 async def test_logprobs_are_those_of_the_whole_distribution() -> None:
-    runner = Runner(training_engine().decoder)
+    runner = DecoderRunner(training_engine().decoder)
     engine = EmbeddedEngine(runner, byte_tokenizer())
     answer = await engine.agenerate(ask(Grammar("lark", 'start: "a"'), temperature=0.5))
     await engine.aclose()
@@ -192,7 +192,7 @@ async def test_a_grammar_that_leaves_nothing_to_draw_is_an_error_not_a_hang(engi
 
 
 async def test_grammars_without_a_tokenizer_are_refused() -> None:
-    engine = EmbeddedEngine(Runner(training_engine().decoder))
+    engine = EmbeddedEngine(DecoderRunner(training_engine().decoder))
     with pytest.raises(RequestError, match="tokenizer"):
         await engine.agenerate(ask(following({})))
     await engine.aclose()
@@ -270,7 +270,7 @@ async def test_a_script_that_breaks_the_grammar_is_refused(scripted: str, proble
 
 def test_masks_reach_only_the_rows_that_have_one() -> None:
     """A guard for the sampler: a banned row must not touch its neighbour's log-probs."""
-    from areal.engine.sampler import Choices, sample
+    from areal.engine.inference.sampler import Choices, sample
 
     logits = torch.randn(2, 8, generator=torch.Generator().manual_seed(0))
     banned = torch.zeros(2, 8, dtype=torch.bool)

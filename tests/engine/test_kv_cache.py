@@ -5,8 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from areal.engine.kv_cache import KeyValueCache
-from areal.engine.kv_pool import CacheShape
+from areal.engine.inference.kv_cache import CacheShape, KeyValueCache
 
 SHAPE = CacheShape(layers=2, heads=1, head_dim=3, dtype=torch.float32)
 MOST = 1000

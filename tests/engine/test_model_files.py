@@ -10,10 +10,10 @@ from safetensors.torch import load_file, save_file
 from tiny_models import TINY, training_engine
 
 from areal.api.errors import ModelError
-from areal.engine.architecture import read_architecture
-from areal.engine.decoder import Decoder
+from areal.engine.model.architecture import read_architecture
+from areal.engine.model.decoder import Decoder
+from areal.engine.model.weights import load_weights
 from areal.engine.models import find_model
-from areal.engine.weights import load_weights
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from tiny_models import training_engine
 from torch import Tensor
 
-from areal.engine.packing import Span, pack
-from areal.engine.training import TokenBatch, TrainingEngine
+from areal.engine.training.engine import TokenBatch, TrainingEngine
+from areal.engine.training.packing import Span, pack
 
 ENGINE = training_engine()
 

@@ -11,15 +11,17 @@ from hypothesis import strategies as st
 from tiny_models import TINY, training_engine
 
 from areal.api.io_struct import ModelRequest, ModelResponse
-from areal.config.generation import GenerationHyperparameters
-from areal.engine import embedded, kv_cache, matrices, shared_rows
-from areal.engine import runner as runner_module
-from areal.engine.cached_attention import decode_runs
-from areal.engine.embedded import EmbeddedEngine
-from areal.engine.packing import Span
-from areal.engine.runner import Runner
-from areal.engine.shared_rows import SharedRows
-from areal.engine.training import TokenBatch, TrainingEngine
+from areal.config.rollout import GenerationHyperparameters
+from areal.engine.inference import attention as shared_rows
+from areal.engine.inference import decoder_runner as matrices
+from areal.engine.inference import decoder_runner as runner_module
+from areal.engine.inference import engine as embedded
+from areal.engine.inference import kv_cache
+from areal.engine.inference.attention import SharedRows, decode_runs
+from areal.engine.inference.decoder_runner import DecoderRunner
+from areal.engine.inference.engine import EmbeddedEngine
+from areal.engine.training.engine import TokenBatch, TrainingEngine
+from areal.engine.training.packing import Span
 
 TOLERANCE = 1e-4
 
@@ -30,12 +32,12 @@ def short_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_rows, "LEAST_SAVED", 1)
     monkeypatch.setattr(kv_cache, "SMALLEST_POOL", 8)
     monkeypatch.setattr(runner_module, "SHORTEST_PREFIX", 4)
-    monkeypatch.setattr(Runner, "shortest_prefix", 4)
+    monkeypatch.setattr(DecoderRunner, "shortest_prefix", 4)
     monkeypatch.setattr(runner_module, "SMALLEST_CHUNK", 7)
     monkeypatch.setattr(runner_module, "CHUNK_FLOPS", 0)
 
 
-class CountingRunner(Runner):
+class CountingRunner(DecoderRunner):
     """Knows how many tokens were computed, and how many of them in a step at most."""
 
     computed = 0
@@ -78,7 +80,7 @@ async def test_logprobs_are_exact_however_requests_interleave(
 ) -> None:
     """Waves of prompts with common stems, each wave continuing the last one's answers; the weights change once."""
     trainer = training_engine()
-    engine = EmbeddedEngine(Runner(training_engine().decoder, prefix_bytes=60_000), max_running=3)
+    engine = EmbeddedEngine(DecoderRunner(training_engine().decoder, prefix_bytes=60_000), max_running=3)
     stems = np.random.default_rng(0).integers(0, TINY.vocab_size, (3, 20)).tolist()
     past: list[ModelResponse] = []
     pause = iter(delays)
@@ -125,7 +127,7 @@ async def test_a_prompt_that_others_begin_with_is_computed_once() -> None:
 
 async def test_nothing_computed_under_old_weights_is_reused() -> None:
     trainer = training_engine()
-    engine = EmbeddedEngine(Runner(training_engine().decoder))
+    engine = EmbeddedEngine(DecoderRunner(training_engine().decoder))
     await engine.agenerate(ask(list(range(100))))
     trainer.flat.detach().mul_(1.2)
     trainer.version = 1
@@ -151,7 +153,7 @@ async def test_a_long_prompt_does_not_stall_running_requests(short_prefixes: Non
 
 
 async def test_a_cancelled_prompt_in_pieces_leaves_room_for_the_next(short_prefixes: None) -> None:
-    engine = EmbeddedEngine(Runner(training_engine().decoder))
+    engine = EmbeddedEngine(DecoderRunner(training_engine().decoder))
     gone = asyncio.create_task(engine.agenerate(ask(list(range(70)))))
     for _ in range(4):
         await asyncio.sleep(0)
@@ -173,7 +175,7 @@ def test_rows_that_begin_alike_are_read_once_and_see_the_same() -> None:
     system, prompt = list(range(200)), list(range(150, 250))
     prompts = [system + prompt, prompt, system + prompt, prompt, [*system, 9], [7] * 80, system + prompt + [1]]
     rows = len(prompts)
-    sharing, alone = Runner(decoder), Runner(decoder, prefix_bytes=0)
+    sharing, alone = DecoderRunner(decoder), DecoderRunner(decoder, prefix_bytes=0)
     for runner in (sharing, alone):
         runner.prefill(range(rows), prompts)
     lengths = [len(each) for each in prompts]
@@ -211,9 +213,9 @@ def test_rows_that_share_a_start_have_it_in_common(filled: list[list[int]]) -> N
 @pytest.mark.parametrize("batch", [1, 3, 60])
 def test_faster_layouts_compute_the_same_and_follow_the_weights(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder, trainer = training_engine().decoder, training_engine()
-    plain = Runner(decoder)
+    plain = DecoderRunner(decoder)
     monkeypatch.setattr(matrices, "SMALLEST_BYTES", 0)
-    fast = Runner(decoder)
+    fast = DecoderRunner(decoder)
     assert fast._matrices.weights
     prompts = [[i, i + 1, i + 2] for i in range(batch)]
     for _ in range(2):
@@ -228,7 +230,7 @@ def test_faster_layouts_compute_the_same_and_follow_the_weights(batch: int, monk
 async def test_faster_layouts_follow_a_swap_whatever_was_asked_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matrices, "SMALLEST_BYTES", 0)
     trainer = training_engine()
-    engine = EmbeddedEngine(Runner(training_engine().decoder))
+    engine = EmbeddedEngine(DecoderRunner(training_engine().decoder))
     running = asyncio.create_task(engine.agenerate(ask([1, 2, 3], new=200)))
     for _ in range(100):
         await asyncio.sleep(0)
@@ -242,7 +244,7 @@ async def test_faster_layouts_follow_a_swap_whatever_was_asked_first(monkeypatch
 
 def test_bfloat16_has_no_layouts_where_the_processor_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matrices, "SMALLEST_BYTES", 0)
-    runner = Runner(training_engine().decoder, dtype=torch.bfloat16)
+    runner = DecoderRunner(training_engine().decoder, dtype=torch.bfloat16)
     runner.prefill([0], [[1, 2, 3]])
     assert runner.decode([5], [3]).isfinite().all()
     assert bool(runner._matrices.weights) == torch.ops.mkldnn._is_mkldnn_bf16_supported()
@@ -250,7 +252,7 @@ def test_bfloat16_has_no_layouts_where_the_processor_has_none(monkeypatch: pytes
 
 def test_bfloat16_is_close_and_follows_the_weights() -> None:
     decoder = training_engine().decoder
-    exact, rough = Runner(decoder), Runner(decoder, dtype=torch.bfloat16)
+    exact, rough = DecoderRunner(decoder), DecoderRunner(decoder, dtype=torch.bfloat16)
     with torch.no_grad():
         decoder.flat *= 0.9
     for runner in (exact, rough):
@@ -263,7 +265,7 @@ def test_bfloat16_is_close_and_follows_the_weights() -> None:
 async def test_weights_checked_in_a_thread_are_swapped_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(embedded, "SMALL_WEIGHTS", 0)
     trainer = training_engine()
-    engine = EmbeddedEngine(Runner(training_engine().decoder))
+    engine = EmbeddedEngine(DecoderRunner(training_engine().decoder))
     running = asyncio.create_task(engine.agenerate(ask([1, 2, 3], new=2000)))
     await asyncio.sleep(0)
     trainer.flat.detach().mul_(1.1)

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from areal.engine.prefix_tree import TOKEN_DIM, PrefixTree
+from areal.engine.inference.prefix_tree import TOKEN_DIM, PrefixTree
 
 IDS = st.lists(st.integers(0, 2), min_size=1, max_size=12)
 BYTES_PER_TOKEN = 2 * 3 * 4

@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from areal.engine import sampler
-from areal.engine.sampler import Choices, sample, uniforms
+from areal.engine.inference import sampler
+from areal.engine.inference.sampler import Choices, sample, uniforms
 
 LOGITS = torch.tensor([1.0, 0.0, -0.5, 2.0, -3.0, 0.5])
 DRAWS = 20_000

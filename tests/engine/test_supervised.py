@@ -6,8 +6,8 @@ import pytest
 from tiny_models import byte_tokenizer, training_engine
 
 from areal.api.errors import ModelError
-from areal.engine.builtin.lessons import CALCULATOR_TOOLS
-from areal.engine.supervised import mean_nll, supervised_batch, supervised_span
+from areal.engine.builtin.text import CALCULATOR_TOOLS
+from areal.engine.training.supervised import mean_nll, supervised_batch, supervised_span
 
 CONVERSATION: list[dict[str, Any]] = [
     {"role": "user", "content": "Sort 21"},

@@ -4,10 +4,9 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
-from areal.dataset.countdown import TASK
-from areal.dataset.procedural import Problem, split_of
-from areal.engine.architecture import read_architecture
-from areal.engine.builtin.tiny_countdown import TINY_COUNTDOWN
+from areal.dataset.builtin import COUNTDOWN, Problem, split_of
+from areal.engine.builtin.text import TINY_COUNTDOWN
+from areal.engine.model.architecture import read_architecture
 from areal.utils.hf_utils import load_hf_tokenizer
 
 
@@ -21,7 +20,7 @@ def test_it_is_made_as_a_model_with_its_tokenizer(tmp_path: Path) -> None:
 
 
 def test_any_way_to_the_target_counts_while_it_is_warmed_up() -> None:
-    problem = next(TASK.problems("valid"))
+    problem = next(COUNTDOWN.problems("valid"))
     assert TINY_COUNTDOWN.right(f"({problem.answer})", problem)
     assert not TINY_COUNTDOWN.right("", problem)
 

@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 
 from areal.api.io_struct import ModelRequest
-from areal.config.generation import GenerationHyperparameters
-from areal.dataset.procedural import TASKS, Problem, split_of
-from areal.engine.architecture import read_architecture
-from areal.engine.builtin.lessons import CALCULATOR_TOOLS, lessons
-from areal.engine.builtin.tiny_math import TINY_MATH
-from areal.engine.server import load_engine
+from areal.config.rollout import GenerationHyperparameters
+from areal.dataset.builtin import TASKS, Problem, split_of
+from areal.engine.builtin.text import CALCULATOR_TOOLS, TINY_MATH, lessons
+from areal.engine.inference.server import load_engine
+from areal.engine.model.architecture import read_architecture
 from areal.utils.hf_utils import load_hf_tokenizer
 
 CONVERSATION: list[dict[str, Any]] = [
@@ -34,7 +33,7 @@ CONVERSATION: list[dict[str, Any]] = [
 
 MAKE_QUICKLY = """
 from dataclasses import replace
-from areal.engine.builtin.tiny_math import TINY_MATH
+from areal.engine.builtin.text import TINY_MATH
 quick = replace(TINY_MATH, max_steps=1)  # how well it is warmed up does not matter here
 print(quick.cached(lambda text: None))
 """

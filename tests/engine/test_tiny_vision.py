@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from areal.api.io_struct import ModelRequest
-from areal.config.generation import GenerationHyperparameters
-from areal.dataset.shapes import TASK, Drawing
-from areal.engine.builtin.tiny_vision import tiny_vision
-from areal.engine.server import load_engine
-from areal.trajectory.pictures import Picture, content_of
-from areal.trajectory.renderer import Renderer
+from areal.config.rollout import GenerationHyperparameters
+from areal.dataset.builtin import SHAPES, Drawing
+from areal.engine.builtin.vision import tiny_vision
+from areal.engine.inference.server import load_engine
+from areal.trajectory.message import Picture, content_of
+from areal.trajectory.rendering import Renderer
 from areal.utils.hf_utils import load_hf_processor, load_hf_tokenizer
 from areal.utils.images import decode_image
 
@@ -38,7 +38,7 @@ def request(renderer: Renderer, drawing: Drawing, seed: int) -> ModelRequest:
 
 async def test_it_begins_between_knowing_nothing_and_everything(directory: Path, renderer: Renderer) -> None:
     engine = load_engine(directory)
-    drawings = list(islice(TASK.problems("test"), 200))
+    drawings = list(islice(SHAPES.problems("test"), 200))
     asked = [request(renderer, drawing, seed) for seed, drawing in enumerate(drawings)]
     answers = await asyncio.gather(*map(engine.agenerate, asked))
     texts = [renderer.tokenizer.decode(each.output_tokens, skip_special_tokens=True) for each in answers]
@@ -53,7 +53,7 @@ def test_transformers_loads_it(directory: Path) -> None:
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     processor = AutoProcessor.from_pretrained(directory)
-    made = processor(text=["<image>"], images=[decode_image(next(TASK.problems("test")).png())], return_tensors="pt")
+    made = processor(text=["<image>"], images=[decode_image(next(SHAPES.problems("test")).png())], return_tensors="pt")
     assert made["pixel_values"].shape == (1, 3, 32, 32)
 
 

@@ -11,12 +11,11 @@ import torch
 from tiny_models import TINY, randomise, training_engine
 from torch import Tensor
 
-from areal.config.actor import OptimizerConfig
-from areal.engine import packed_decoder
-from areal.engine.packed_decoder import PackedDecoder
-from areal.engine.packing import Span
-from areal.engine.training import TokenBatch, TrainingEngine, learning_rate
-from areal.engine.weights import digest
+from areal.config.training import OptimizerConfig
+from areal.engine.model.weights import digest
+from areal.engine.training.engine import PackedDecoder, TokenBatch, TrainingEngine, learning_rate
+from areal.engine.training import engine as packed_decoder
+from areal.engine.training.packing import Span
 
 
 def batch(seed: int = 0, groups: int = 4, members: int = 3) -> TokenBatch:

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from areal.config.actor import OptimizerConfig
-from areal.engine.architecture import Architecture
+from areal.config.training import OptimizerConfig
 from areal.engine.builtin.tokenizer import make_tokenizer
-from areal.engine.decoder import Decoder, initialise
-from areal.engine.training import TrainingEngine
+from areal.engine.model.architecture import Architecture
+from areal.engine.model.decoder import Decoder, initialise
+from areal.engine.training.engine import TrainingEngine
 
 TINY = Architecture(
     family="qwen3",

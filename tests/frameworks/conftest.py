@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from framework_stage import MAX_POSITIONS, LaxEngine, Stage, Talker
 
-from areal.config.generation import GenerationHyperparameters
+from areal.config.rollout import GenerationHyperparameters
 from areal.engine.builtin.tokenizer import make_tokenizer
-from areal.engine.fake import FakeEngine
+from areal.engine.inference.fake import FakeEngine
 from areal.proxy import Proxy
 
 StageMaker = Callable[..., AbstractAsyncContextManager[Stage]]

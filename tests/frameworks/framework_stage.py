@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from areal.api.io_struct import ModelRequest, ModelResponse
-from areal.engine.fake import FakeEngine
+from areal.engine.inference.fake import FakeEngine
 from areal.proxy import Proxy, Session
 from areal.trajectory import export
 

@@ -6,8 +6,7 @@ import pytest
 from framework_stage import CALL, SUM, Stage, use_the_calculator
 from pydantic import BaseModel
 
-from areal.workflow.math_task import CALCULATOR, MODEL, add
-from areal.workflow.openai.client import openai_client
+from areal.workflow.math_task import CALCULATOR, MODEL, add, openai_client
 
 QUESTION = SUM["messages"][0]["content"]
 APIS = ["chat", "responses"]
@@ -230,7 +229,7 @@ async def test_pydantic_ai_asks_again_for_an_answer_of_the_wrong_type(stage: Any
 
 async def test_camel_streams_a_tool_loop(stage: Any) -> None:
     agents = pytest.importorskip("camel.agents")
-    from areal.workflow.camel.chat_model import chat_model
+    from areal.workflow.camel.math_agent import chat_model
 
     async with stage(use_the_calculator) as s:
         model = chat_model(s.kwargs(), stream=True)
@@ -243,7 +242,7 @@ async def test_camel_streams_a_tool_loop(stage: Any) -> None:
 
 async def test_camel_reads_a_typed_answer(stage: Any) -> None:
     agents = pytest.importorskip("camel.agents")
-    from areal.workflow.camel.chat_model import chat_model
+    from areal.workflow.camel.math_agent import chat_model
 
     async with stage(lambda prompt: '{"value":7}') as s:
         response = await agents.ChatAgent(model=chat_model(s.kwargs())).astep(QUESTION, response_format=Answer)

@@ -7,20 +7,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from areal.api.messages import Episode, Rejection
-from areal.config.generation import GenerationHyperparameters
-from areal.config.rollout import AgentConfig
+from areal.config.rollout import AgentConfig, GenerationHyperparameters
 from areal.engine.builtin.tokenizer import make_tokenizer
-from areal.engine.fake import FakeEngine
+from areal.engine.inference.fake import FakeEngine
 from areal.infra import workflow_context
 from areal.infra.workflow_context import WorkflowContext
 from areal.proxy import Proxy
-from areal.rollout.agent_door import AgentDoor
-from areal.rollout.agent_process import AgentParcel
-from areal.rollout.constructor import Fillers
-from areal.rollout.episodes import Door, run_episode
-from areal.rollout.subproc_door import AgentPool, SubprocDoor
-from areal.rollout.workflow_door import WorkflowDoor
-from areal.rollout.workflows import WorkflowSpec, is_rollout_workflow, load
+from areal.rollout.episodes import Runner, run_episode
+from areal.rollout.loading import Fillers, WorkflowSpec, is_rollout_workflow, load
+from areal.rollout.runners.agent import AgentRunner
+from areal.rollout.runners.subprocess import AgentParcel, AgentPool, SubprocessRunner
+from areal.rollout.runners.workflow import WorkflowRunner
 from areal.utils.hf_utils import load_hf_tokenizer
 
 MAX_POSITIONS = 2048
@@ -44,15 +41,15 @@ class GuideStage:
         outcome, _ = await run_episode(door, dict(task), WorkflowContext(task_id=1), greedy=False, seconds=60)
         return outcome
 
-    def _here(self, workflow: Any, config: AgentConfig) -> Door:
+    def _here(self, workflow: Any, config: AgentConfig) -> Runner:
         made = load(WorkflowSpec(workflow), Fillers(self.gconfig, self.tokenizer, self.reward_fn))
         if is_rollout_workflow(made):
-            return WorkflowDoor(made, self.engine, self.tokenizer)
-        return AgentDoor(made, self.proxy, config, self.gconfig)
+            return WorkflowRunner(made, self.engine, self.tokenizer)
+        return AgentRunner(made, self.proxy, config, self.gconfig)
 
-    async def _away(self, workflow: Any, config: AgentConfig) -> Door:
+    async def _away(self, workflow: Any, config: AgentConfig) -> Runner:
         parcel = AgentParcel(WorkflowSpec(workflow).pack(), Fillers(self.gconfig, ""))
-        door = SubprocDoor("agent", parcel, self.pool, self.proxy, config, self.gconfig)
+        door = SubprocessRunner("agent", parcel, self.pool, self.proxy, config, self.gconfig)
         await door.prepare()
         return door
 

@@ -12,15 +12,14 @@ import pytest
 
 import realhf
 from areal.api.messages import Episode
-from areal.config.generation import GenerationHyperparameters
 from areal.config.loader import load_expr_config
+from areal.config.rollout import GenerationHyperparameters
 from areal.engine.builtin.tokenizer import make_tokenizer
-from areal.engine.fake import FakeEngine
+from areal.engine.inference.fake import FakeEngine
 from areal.infra.workflow_context import WorkflowContext
-from areal.rollout.constructor import Fillers
 from areal.rollout.episodes import run_episode
-from areal.rollout.workflow_door import WorkflowDoor
-from areal.rollout.workflows import WorkflowSpec, load
+from areal.rollout.loading import Fillers, WorkflowSpec, load
+from areal.rollout.runners.workflow import WorkflowRunner
 from realhf.api.core.agent import (
     Agent,
     AgentAbstraction,
@@ -177,7 +176,7 @@ async def episode_of(config_class: type, *words: str) -> Episode:
     engine = FakeEngine(vocab_size=len(TOKENIZER), script=script, tokenizer=TOKENIZER)
     spec = WorkflowSpec.unpack(WorkflowSpec(LegacyWorkflow, workflow_arguments(config)).pack())
     workflow = load(spec, Fillers(GenerationHyperparameters(max_new_tokens=32), TOKENIZER))
-    door = WorkflowDoor(workflow, engine, TOKENIZER)
+    door = WorkflowRunner(workflow, engine, TOKENIZER)
     outcome, _ = await run_episode(door, dict(TASK), WorkflowContext(), greedy=False, seconds=30)
     assert isinstance(outcome, Episode), outcome
     return outcome

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from areal.infra.api_wire import api_wire
-from areal.infra.channel import Channel, Handler
-from areal.infra.endpoint import connect, serve
+from areal.infra.rpc.channel import Channel, Handler
+from areal.infra.rpc.connect import connect, serve
+from areal.infra.rpc.wire import api_wire
 from areal.infra.scheduler import Command, LocalScheduler
 from areal.infra.scheduler.local import LocalPlacement
 

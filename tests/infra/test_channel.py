@@ -9,11 +9,9 @@ import numpy as np
 import pytest
 
 from areal.api.errors import ContextLengthError
-from areal.infra.api_wire import api_wire
-from areal.infra.channel import Channel, ChannelClosed, RemoteError
-from areal.infra.endpoint import connect, serve
-from areal.infra.frames import FrameError
-from areal.infra.handshake import demand
+from areal.infra.rpc.channel import Channel, ChannelClosed, FrameError, RemoteError
+from areal.infra.rpc.connect import connect, demand, serve
+from areal.infra.rpc.wire import api_wire
 
 
 async def test_sync_and_async_handlers_answer(make_pair: Any) -> None:
@@ -237,8 +235,8 @@ async def test_callers_wait_while_the_peer_does_not_read(tmp_path: Any, stack: A
 
 PEER = """
 import asyncio, os, sys
-from areal.infra.api_wire import api_wire
-from areal.infra.endpoint import serve
+from areal.infra.rpc.wire import api_wire
+from areal.infra.rpc.connect import serve
 
 async def hang():
     await asyncio.Event().wait()

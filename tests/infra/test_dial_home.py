@@ -7,15 +7,14 @@ from typing import Any
 import pytest
 
 from areal.api.errors import ArealError, ProcessDied
-from areal.infra.api_wire import api_wire
-from areal.infra.channel import ChannelClosed
-from areal.infra.dial_home import ADDRESS_VARIABLE, SECRET_VARIABLE, Home, dial_home
-from areal.infra.endpoint import connect
+from areal.infra.rpc.channel import ChannelClosed
+from areal.infra.rpc.connect import ADDRESS_VARIABLE, SECRET_VARIABLE, DriverListener, connect, dial_home
+from areal.infra.rpc.wire import api_wire
 
 CHILD = """
 import asyncio, os
-from areal.infra.api_wire import api_wire
-from areal.infra.dial_home import SECRET_VARIABLE, dial_home
+from areal.infra.rpc.wire import api_wire
+from areal.infra.rpc.connect import SECRET_VARIABLE, dial_home
 
 async def main():
     handlers = {"add": lambda a, b: a + b, "secret": lambda: os.environ.get(SECRET_VARIABLE)}
@@ -28,14 +27,14 @@ asyncio.run(main())
 
 
 @pytest.fixture
-async def home() -> AsyncIterator[Home]:
-    home = Home(api_wire())
+async def home() -> AsyncIterator[DriverListener]:
+    home = DriverListener(api_wire())
     await home.open()
     yield home
     await home.close()
 
 
-async def test_process_dials_home_says_who_it_is_and_can_be_called(home: Home, start: Any) -> None:
+async def test_process_dials_home_says_who_it_is_and_can_be_called(home: DriverListener, start: Any) -> None:
     placement = await start(CHILD, **home.env)
     started: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     arrival = await home.expect("worker", 0, placement, timeout_seconds=30, handlers={"started": started.set_result})
@@ -45,7 +44,7 @@ async def test_process_dials_home_says_who_it_is_and_can_be_called(home: Home, s
     assert await arrival.channel.call("secret", timeout_seconds=10) is None
 
 
-async def test_process_ends_when_the_driver_hangs_up(home: Home, start: Any) -> None:
+async def test_process_ends_when_the_driver_hangs_up(home: DriverListener, start: Any) -> None:
     placement = await start(CHILD, **home.env)
     arrival = await home.expect("worker", 0, placement, timeout_seconds=30)
     assert await arrival.channel.call("add", 1, 2, timeout_seconds=10) == 3
@@ -53,19 +52,19 @@ async def test_process_ends_when_the_driver_hangs_up(home: Home, start: Any) -> 
     assert await asyncio.wait_for(placement.wait(), 10) == 0
 
 
-async def test_process_that_ends_before_it_dials_is_reported_at_once(home: Home, start: Any) -> None:
+async def test_process_that_ends_before_it_dials_is_reported_at_once(home: DriverListener, start: Any) -> None:
     placement = await start("raise SystemExit('no such model')", **home.env)
     with pytest.raises(ProcessDied, match=r"rollout worker 0 \(pid \d+\) exited with code 1: no such model"):
         await home.expect("worker", 0, placement, timeout_seconds=600)
 
 
-async def test_process_that_never_dials_is_given_up_with_its_log(home: Home, start: Any) -> None:
+async def test_process_that_never_dials_is_given_up_with_its_log(home: DriverListener, start: Any) -> None:
     placement = await start("import signal; signal.pause()", **home.env)
     with pytest.raises(ProcessDied, match=r"did not dial home within 0.05 s; its log is \S+log.txt"):
         await home.expect("worker", 0, placement, timeout_seconds=0.05)
 
 
-async def test_killed_process_fails_its_calls_by_name(home: Home, start: Any) -> None:
+async def test_killed_process_fails_its_calls_by_name(home: DriverListener, start: Any) -> None:
     placement = await start(CHILD, **home.env)
     arrival = await home.expect("worker", 0, placement, timeout_seconds=30)
     os.kill(placement.pid, signal.SIGSTOP)  # so that the call is certainly in flight
@@ -76,7 +75,7 @@ async def test_killed_process_fails_its_calls_by_name(home: Home, start: Any) ->
         await call
 
 
-async def test_second_process_of_one_index_is_refused(home: Home, stack: Any) -> None:
+async def test_second_process_of_one_index_is_refused(home: DriverListener, stack: Any) -> None:
     async def dial() -> None:
         channel = await connect(home.env[ADDRESS_VARIABLE], wire=api_wire(), secret=home.env[SECRET_VARIABLE].encode())
         stack.push_async_callback(channel.close)

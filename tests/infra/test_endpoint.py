@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from areal.api.errors import ArealError
-from areal.infra.api_wire import api_wire
-from areal.infra.channel import Channel, ChannelClosed
-from areal.infra.endpoint import Endpoint, connect, serve
+from areal.infra.rpc.channel import Channel, ChannelClosed
+from areal.infra.rpc.connect import Endpoint, connect, serve
+from areal.infra.rpc.wire import api_wire
 
 
 async def open_endpoint(stack: AsyncExitStack, address: str, **options: Any) -> Endpoint:

@@ -15,8 +15,7 @@ import pytest
 
 from areal.api.messages import Stall
 from areal.infra import workflow_context
-from areal.infra.stall_book import StallBook, over, so_far
-from areal.infra.stall_watch import LoopBlocked, StallWatch
+from areal.infra.stalls import LoopBlocked, StallBook, StallWatch, over, so_far
 from areal.infra.workflow_context import WorkflowContext
 
 SECONDS = 0.05
@@ -97,7 +96,7 @@ async def test_waiting_loop_is_not_a_stall() -> None:
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], Any]]:
     """Write a module where libraries are, and import it."""
-    monkeypatch.setattr("areal.infra.stack.LIBRARIES", (f"{tmp_path}/", str(Path(asyncio.__file__).parents[1])))
+    monkeypatch.setattr("areal.infra.stalls.LIBRARIES", (f"{tmp_path}/", str(Path(asyncio.__file__).parents[1])))
     monkeypatch.syspath_prepend(tmp_path)
     made: list[str] = []
 
@@ -138,7 +137,7 @@ async def test_workflow_that_is_installed_like_a_library_is_found_by_who_calls_i
     async def call(function: Any, *args: Any) -> Any:
         return await function(*args)
 
-    monkeypatch.setattr("areal.infra.stack.LIBRARIES", ("/",))
+    monkeypatch.setattr("areal.infra.stalls.LIBRARIES", ("/",))
     with witness.watching(entries=(call.__code__,)):
         await asyncio.create_task(call(agent.run, witness.has_begun.wait))
     assert [stall.where.rpartition("/")[2] for stall in witness.began] == ["installed_agent.py:2"]

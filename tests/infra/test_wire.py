@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from areal.api.engine_api import EngineHealth, WeightUpdate
+from areal.api.errors import RejectReason
 from areal.api.io_struct import ModelRequest, ModelResponse
 from areal.api.messages import Episode, GroupResult, GroupTask, Rejection, Row
-from areal.api.rejection import RejectReason
-from areal.config.generation import GenerationHyperparameters
-from areal.infra.api_wire import api_wire
-from areal.infra.wire import Wire
+from areal.config.rollout import GenerationHyperparameters
+from areal.infra.rpc.wire import Wire, api_wire
 
 
 class Colour(StrEnum):

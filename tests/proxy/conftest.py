@@ -9,7 +9,7 @@ from openai import AsyncOpenAI
 
 from areal.api.engine_api import EngineHealth, WeightUpdate
 from areal.api.io_struct import ModelRequest, ModelResponse, TokenChunk
-from areal.config.generation import GenerationHyperparameters
+from areal.config.rollout import GenerationHyperparameters
 from areal.engine.builtin.tokenizer import make_tokenizer
 from areal.proxy import Proxy, ProxyLimits, Session
 

@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from areal.config.generation import GenerationHyperparameters
+from areal.config.rollout import GenerationHyperparameters
 from areal.trajectory import assign_reward, export
 
 QUESTION = {"role": "user", "content": "Sort 5291"}

@@ -12,12 +12,12 @@ from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 from pydantic import BaseModel, Field
 
-from areal.config.generation import GenerationHyperparameters
-from areal.engine.architecture import Architecture
+from areal.config.rollout import GenerationHyperparameters
 from areal.engine.builtin.tokenizer import make_tokenizer
-from areal.engine.decoder import Decoder, initialise
-from areal.engine.embedded import EmbeddedEngine
-from areal.engine.runner import Runner
+from areal.engine.inference.decoder_runner import DecoderRunner
+from areal.engine.inference.engine import EmbeddedEngine
+from areal.engine.model.architecture import Architecture
+from areal.engine.model.decoder import Decoder, initialise
 from areal.proxy import Proxy, Session
 
 POSITIONS = 4096
@@ -63,7 +63,7 @@ def untrained() -> tuple[Decoder, Any]:
 @pytest.fixture
 async def proxy(untrained: tuple[Decoder, Any]) -> AsyncIterator[Proxy]:
     decoder, tokenizer = untrained
-    engine = EmbeddedEngine(Runner(decoder), tokenizer)
+    engine = EmbeddedEngine(DecoderRunner(decoder), tokenizer)
     sampling = GenerationHyperparameters(max_new_tokens=1500)
     proxy = Proxy(engine, tokenizer, gconfig=sampling, max_positions=POSITIONS)
     await proxy.start()

@@ -13,11 +13,11 @@ from tokenizers import AddedToken
 from areal.api.errors import RequestError
 from areal.api.io_struct import Grammar
 from areal.engine.builtin.tokenizer import make_tokenizer
-from areal.engine.grammar import GrammarCompiler, GrammarState
+from areal.engine.inference.grammar import GrammarCompiler, GrammarState
 from areal.proxy.constraints import Constraints, constrain
 from areal.proxy.errors import ApiError
-from areal.proxy.exchange import Call
-from areal.proxy.json_rules import MAX_NUMBER, narrow
+from areal.proxy.json_schema import MAX_NUMBER, narrow
+from areal.proxy.types import Call
 from areal.trajectory.parsers import AnswerFormat, Said, ToolCall
 from areal.trajectory.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
 

@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from areal.api.errors import NoInteractions, RewardInvalid
-from areal.config.generation import GenerationHyperparameters
+from areal.config.rollout import GenerationHyperparameters
 from areal.proxy import ArealOpenAI
 
 HELLO = {"role": "user", "content": "hello"}

@@ -5,8 +5,7 @@ import httpx2
 import pytest
 from openai import AsyncOpenAI
 
-from areal.proxy.app_call import AppCall
-from areal.proxy.transport import shared_client
+from areal.proxy.transport import AppCall, shared_client
 
 WAIT_SECONDS = 10
 ORIGIN = "http://127.0.0.1:1"

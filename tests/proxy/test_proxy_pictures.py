@@ -10,7 +10,7 @@ from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 from tiny_processor import POSITIONS, TOKENS_PER_PICTURE, data_url, png
 
-from areal.config.generation import GenerationHyperparameters
+from areal.config.rollout import GenerationHyperparameters
 from areal.proxy import ArealOpenAI, Proxy, Session
 from areal.trajectory import export, transcript
 from areal.utils.hf_utils import load_hf_processor, load_hf_tokenizer

@@ -13,11 +13,11 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from areal.config.generation import GenerationHyperparameters
-from areal.engine.architecture import Architecture
-from areal.engine.decoder import Decoder, initialise
-from areal.engine.embedded import EmbeddedEngine
-from areal.engine.runner import Runner
+from areal.config.rollout import GenerationHyperparameters
+from areal.engine.inference.decoder_runner import DecoderRunner
+from areal.engine.inference.engine import EmbeddedEngine
+from areal.engine.model.architecture import Architecture
+from areal.engine.model.decoder import Decoder, initialise
 from areal.proxy import Proxy, Session
 
 RECORDED = sorted((Path(__file__).parent / "clients").glob("*.json"))
@@ -87,7 +87,7 @@ async def test_recorded_request_is_answered(start_proxy, engine, recorded, answe
 async def test_recorded_requests_are_answered_by_a_model_that_knows_nothing(tokenizer):
     decoder = Decoder(UNTRAINED)
     initialise(decoder, torch.Generator().manual_seed(1))
-    engine = EmbeddedEngine(Runner(decoder), tokenizer)
+    engine = EmbeddedEngine(DecoderRunner(decoder), tokenizer)
     proxy = Proxy(
         engine, tokenizer, gconfig=GenerationHyperparameters(max_new_tokens=32), max_positions=UNTRAINED.max_positions
     )

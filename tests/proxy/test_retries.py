@@ -6,7 +6,7 @@ import pytest
 
 from areal.api.errors import EngineError
 from areal.proxy import ProxyLimits
-from areal.proxy.app_call import AppCall, scope_of
+from areal.proxy.transport import AppCall, scope_of
 
 QUESTION = {"role": "user", "content": "Sort 5291"}
 ROUTES = {

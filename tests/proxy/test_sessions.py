@@ -2,7 +2,7 @@ import pytest
 
 from areal.config.errors import ConfigError
 from areal.proxy import NO_SESSION_KEY, ProxyLimits
-from areal.proxy.limits import SessionLimitReached
+from areal.proxy.sessions import SessionLimitReached
 
 BODY = {"model": "any", "messages": [{"role": "user", "content": "Sort 5291"}]}
 

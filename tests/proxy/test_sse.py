@@ -1,6 +1,6 @@
 import json
 
-from areal.proxy.dialects import sse
+from areal.proxy.dialects import base as sse
 
 
 def test_an_event_is_one_line_however_lines_are_split():

@@ -7,10 +7,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from areal.engine.builtin.tokenizer import make_tokenizer
-from areal.proxy.answer_stream import AnswerStream
-from areal.proxy.token_text import StopFilter, TokenText, byte_token_ids
+from areal.proxy.streaming import AnswerStream, StopFilter, TokenText, byte_token_ids
 from areal.trajectory.answer import before_stop
-from areal.trajectory.renderer import Renderer
+from areal.trajectory.rendering import Renderer
 
 
 @cache

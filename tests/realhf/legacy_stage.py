@@ -7,14 +7,13 @@ from typing import Any
 import numpy as np
 
 from areal.api.messages import Episode, Rejection, Row
-from areal.config.generation import GenerationHyperparameters
+from areal.config.rollout import GenerationHyperparameters
 from areal.engine.builtin.tokenizer import make_tokenizer
-from areal.engine.fake import FakeEngine
+from areal.engine.inference.fake import FakeEngine
 from areal.infra.workflow_context import WorkflowContext
-from areal.rollout.constructor import Fillers
 from areal.rollout.episodes import run_episode
-from areal.rollout.workflow_door import WorkflowDoor
-from areal.rollout.workflows import WorkflowSpec, load
+from areal.rollout.loading import Fillers, WorkflowSpec, load
+from areal.rollout.runners.workflow import WorkflowRunner
 from realhf.api.core.agent_api import EnvironmentService
 from realhf.episode.workflow import LegacyWorkflow
 
@@ -64,7 +63,7 @@ async def play(
     arguments = {"agent": agent, "agent_args": agent_args, "env": env, "env_args": {}, "turn_discount": turn_discount}
     spec = WorkflowSpec.unpack(WorkflowSpec(LegacyWorkflow, arguments).pack())
     workflow = load(spec, Fillers(GenerationHyperparameters(max_new_tokens=max_new_tokens), TOKENIZER))
-    door = WorkflowDoor(workflow, engine, TOKENIZER)
+    door = WorkflowRunner(workflow, engine, TOKENIZER)
     outcome, _ = await run_episode(door, json.loads(json.dumps(task)), WorkflowContext(), greedy=False, seconds=seconds)
     return outcome
 

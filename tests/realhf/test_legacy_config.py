@@ -9,13 +9,12 @@ import pytest
 
 import realhf
 from areal.api.errors import ConfigError, WorkflowError
-from areal.config.dataset import DatasetConfig
+from areal.config.experiment import DatasetConfig
 from areal.config.loader import load_expr_config
 from areal.dataset import get_custom_dataset
 from realhf.api.core import agent, agent_api
-from realhf.api.core.agent_api import Agent, register_agent, register_environment
-from realhf.api.core.registry import AGENTS, ENVIRONMENTS, complete
-from realhf.episode.tasks import qid_of
+from realhf.api.core.agent_api import AGENTS, ENVIRONMENTS, Agent, complete, register_agent, register_environment
+from realhf.episode.workflow import qid_of
 from realhf.experiments.async_exp.async_math_ppo import AsyncPPOMATHConfig, AsyncRLExperimentConfig, PPOMATHConfig
 from realhf.impl.agent.math_multi_turn_agent import MathMultiTurnAgent
 from realhf.impl.environment.math_code_single_step_env import MathCodeSingleStepEnv

@@ -7,8 +7,8 @@ import pytest
 from legacy_stage import TASK, TOKENIZER, TwoValues, accepted, play, returns_of, saying, trained_texts
 
 from areal.api.engine_api import WeightUpdate
-from areal.api.rejection import RejectReason
-from areal.trajectory.renderer import Renderer
+from areal.api.errors import RejectReason
+from areal.trajectory.rendering import Renderer
 from realhf.api.core.agent_api import Agent, GenerationHyperparameters, SequenceSample
 from realhf.impl.agent.math_multi_turn_agent import MathMultiTurnAgent
 

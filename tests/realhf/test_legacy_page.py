@@ -7,7 +7,7 @@ from legacy_stage import accepted, play, saying
 
 import realhf
 from areal.config.loader import load_expr_config
-from realhf.episode.sequences import CARRIED, PER_SEQUENCE, PER_TOKEN
+from realhf.episode.trajectories import CARRIED, PER_SEQUENCE, PER_TOKEN
 from realhf.training.main_async_ppo import workflow_arguments
 
 PAGE = (Path(realhf.__file__).parents[1] / "docs/legacy.md").read_text()

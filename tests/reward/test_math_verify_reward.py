@@ -7,7 +7,7 @@ import pytest
 
 from areal.api.errors import WorkflowError
 from areal.api.reward_api import AsyncRewardWrapper
-from areal.rollout.naming import import_object
+from areal.rollout.loading import import_object
 
 EQUAL = [
     (r"so it is \boxed{(x+1)^2}", "x^2+2x+1"),

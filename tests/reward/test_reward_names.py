@@ -7,7 +7,7 @@ import sys
 import pytest
 
 import areal.reward
-from areal.rollout.naming import import_object
+from areal.rollout.loading import import_object
 
 FUNCTIONS = [name for name in areal.reward.__all__ if name.endswith("_reward")]
 

@@ -7,14 +7,13 @@ import pytest
 from watched_engine import DATA, MAX_POSITIONS, WatchedEngine
 
 from areal.api.messages import Episode, Rejection
-from areal.config.generation import GenerationHyperparameters
-from areal.config.rollout import AgentConfig
+from areal.config.rollout import AgentConfig, GenerationHyperparameters
 from areal.engine.builtin.tokenizer import make_tokenizer
 from areal.infra.workflow_context import WorkflowContext
 from areal.proxy import Proxy
-from areal.rollout.agent_door import AgentDoor
 from areal.rollout.episodes import run_episode
-from areal.rollout.workflow_door import WorkflowDoor
+from areal.rollout.runners.agent import AgentRunner
+from areal.rollout.runners.workflow import WorkflowRunner
 
 
 @pytest.fixture(scope="session")
@@ -54,7 +53,7 @@ def play(proxy: Proxy, gconfig: GenerationHyperparameters) -> Play:
     """Run one episode of an agent to its outcome."""
 
     async def play(agent: Any, *, seconds: float = 60, is_eval: bool = False, greedy: bool = False, **config: Any):
-        door = AgentDoor(agent, proxy, AgentConfig(**config), gconfig)
+        door = AgentRunner(agent, proxy, AgentConfig(**config), gconfig)
         context = WorkflowContext(is_eval=is_eval, task_id=7)
         outcome, _ = await run_episode(door, dict(DATA), context, greedy=greedy, seconds=seconds)
         return outcome
@@ -67,7 +66,7 @@ def play_workflow(engine: WatchedEngine, tokenizer: Any) -> Play:
     """Run one episode of a RolloutWorkflow to its outcome."""
 
     async def play(workflow: Any, *, seconds: float = 60, is_eval: bool = False, greedy: bool = False):
-        door = WorkflowDoor(workflow, engine, tokenizer)
+        door = WorkflowRunner(workflow, engine, tokenizer)
         context = WorkflowContext(is_eval=is_eval, task_id=7)
         outcome, _ = await run_episode(door, dict(DATA), context, greedy=greedy, seconds=seconds)
         return outcome

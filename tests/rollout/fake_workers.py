@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from areal.api.errors import RejectReason
 from areal.api.messages import Episode, GroupResult, GroupTask, Rejection, Row
-from areal.api.rejection import RejectReason
 from areal.rollout.admission import Admission
 from areal.rollout.pipeline import Pipeline
 

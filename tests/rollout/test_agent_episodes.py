@@ -9,8 +9,8 @@ import openai
 import pytest
 from watched_engine import chat
 
+from areal.api.errors import RejectReason
 from areal.api.messages import Episode, Rejection
-from areal.api.rejection import RejectReason
 from areal.api.reward_api import AsyncRewardWrapper
 from areal.infra import workflow_context
 from areal.utils import stats_tracker

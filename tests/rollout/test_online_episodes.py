@@ -7,21 +7,19 @@ import httpx
 import pytest
 from watched_engine import DATA, MAX_POSITIONS
 
+from areal.api.errors import RejectReason
 from areal.api.messages import Episode, GroupTask, Rejection
-from areal.api.rejection import RejectReason
 from areal.config.errors import ConfigError
-from areal.config.generation import GenerationHyperparameters
-from areal.config.proxy import ProxyConfig, ProxyLimits
-from areal.config.rollout import AgentConfig, RolloutConfig
-from areal.engine.remote import engine_handlers
-from areal.infra.api_wire import api_wire
-from areal.infra.endpoint import serve
+from areal.config.rollout import AgentConfig, GenerationHyperparameters, ProxyConfig, ProxyLimits, RolloutConfig
+from areal.engine.inference.remote import engine_handlers
+from areal.infra.rpc.connect import serve
+from areal.infra.rpc.wire import api_wire
 from areal.infra.workflow_context import WorkflowContext
 from areal.proxy import Proxy
 from areal.rollout.episodes import run_episode
-from areal.rollout.online_door import OnlineDoor, OutsideAgent
+from areal.rollout.loading import WorkflowSpec
+from areal.rollout.runners.online import OnlineRunner, OutsideAgent
 from areal.rollout.worker import RolloutWorker, WorkerSetup
-from areal.rollout.workflows import WorkflowSpec
 
 ADMIN = "sk-chosen"
 
@@ -69,7 +67,7 @@ def begin(proxy, gconfig):
     """An episode that waits for an agent."""
 
     def begin(seconds=60, **config):
-        door = OnlineDoor("outside", proxy, AgentConfig(mode="online", **config), gconfig)
+        door = OnlineRunner("outside", proxy, AgentConfig(mode="online", **config), gconfig)
         context = WorkflowContext(is_eval=False, task_id=7)
         return asyncio.create_task(run_episode(door, dict(DATA), context, greedy=False, seconds=seconds))
 

@@ -7,8 +7,7 @@ import threading
 import pytest
 from fake_workers import DEADLINE_SECONDS, HeldWorker, PromptWorker, group, make_pipeline
 
-from areal.api.errors import NothingAccepted, ProcessDied, WeightMismatch, WorkflowError
-from areal.api.rejection import RejectReason
+from areal.api.errors import NothingAccepted, ProcessDied, RejectReason, WeightMismatch, WorkflowError
 
 
 async def soon(awaitable):

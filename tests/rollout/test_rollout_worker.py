@@ -9,18 +9,16 @@ import threading
 import pytest
 from watched_engine import DATA, MAX_POSITIONS, chat
 
-from areal.api.errors import WorkflowError
+from areal.api.errors import RejectReason, WorkflowError
 from areal.api.messages import GroupTask
-from areal.api.rejection import RejectReason
-from areal.config.generation import GenerationHyperparameters
-from areal.config.rollout import AgentConfig, RolloutConfig
-from areal.engine.remote import engine_handlers
-from areal.infra.api_wire import api_wire
-from areal.infra.endpoint import serve
+from areal.config.rollout import AgentConfig, GenerationHyperparameters, RolloutConfig
+from areal.engine.inference.remote import engine_handlers
+from areal.infra.rpc.connect import serve
+from areal.infra.rpc.wire import api_wire
 from areal.proxy import NO_SESSION_KEY
-from areal.rollout.agent_door import AgentDoor
+from areal.rollout.loading import WorkflowSpec
+from areal.rollout.runners.agent import AgentRunner
 from areal.rollout.worker import RolloutWorker, WorkerSetup
-from areal.rollout.workflows import WorkflowSpec
 from areal.utils.logging import getLogger
 
 
@@ -29,7 +27,7 @@ def make_worker(proxy, engine, gconfig):
     """A worker whose one agent trains and evaluates."""
 
     def make(agent, seconds=60):
-        door = AgentDoor(agent, proxy, AgentConfig(), gconfig)
+        door = AgentRunner(agent, proxy, AgentConfig(), gconfig)
         return RolloutWorker({False: door, True: door}, proxy, engine, seconds)
 
     return make

@@ -9,7 +9,7 @@ import pytest
 from fake_workers import group
 
 from areal.api.messages import GroupResult, GroupTask, Stall
-from areal.infra.api_wire import api_wire
+from areal.infra.rpc.wire import api_wire
 from areal.rollout.dispatch import Dispatch
 from areal.utils.logging import getLogger
 

@@ -8,24 +8,19 @@ import crashing_agents
 import pytest
 from watched_engine import DATA, MAX_POSITIONS
 
-from areal.api.errors import ConfigError, WorkflowError
+from areal.api.errors import ConfigError, RejectReason, WorkflowError
 from areal.api.messages import Episode, GroupTask
-from areal.api.rejection import RejectReason
 from areal.config.experiment import GRPOConfig
-from areal.config.generation import GenerationHyperparameters
 from areal.config.loader import load_expr_config
-from areal.config.rollout import AgentConfig, RolloutConfig
-from areal.engine.remote import engine_handlers
-from areal.infra.api_wire import api_wire
-from areal.infra.endpoint import serve
+from areal.config.rollout import AgentConfig, GenerationHyperparameters, RolloutConfig
+from areal.engine.inference.remote import engine_handlers
+from areal.infra.rpc.connect import serve
+from areal.infra.rpc.wire import api_wire
 from areal.infra.workflow_context import WorkflowContext
-from areal.rollout.agent_process import AgentParcel
-from areal.rollout.constructor import Fillers
 from areal.rollout.episodes import run_episode
-from areal.rollout.naming import name_of
-from areal.rollout.subproc_door import AgentPool, SubprocDoor
+from areal.rollout.loading import Fillers, WorkflowSpec, name_of
+from areal.rollout.runners.subprocess import AgentParcel, AgentPool, SubprocessRunner
 from areal.rollout.worker import RolloutWorker, WorkerSetup
-from areal.rollout.workflows import WorkflowSpec
 
 
 @pytest.fixture
@@ -40,7 +35,7 @@ def make_door(pool, proxy, gconfig, tokenizer, tmp_path):
     def make(agent, **kwargs):
         tokenizer.save_pretrained(tmp_path)
         parcel = AgentParcel(WorkflowSpec(agent, kwargs).pack(), Fillers(gconfig, str(tmp_path)))
-        return SubprocDoor(name_of(agent), parcel, pool, proxy, AgentConfig(mode="subproc"), gconfig)
+        return SubprocessRunner(name_of(agent), parcel, pool, proxy, AgentConfig(mode="subproc"), gconfig)
 
     return make
 

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from areal.api.errors import AgentFailed, EpisodeTimeout, RewardTimeout
-from areal.rollout.user_code import bounded, call
+from areal.rollout.episodes import bounded, call
 
 
 async def never():

@@ -5,16 +5,16 @@ import pytest
 import torch
 
 from areal.api.engine_api import InferenceEngine, WeightUpdate
+from areal.api.errors import RejectReason
 from areal.api.io_struct import Grammar, ModelRequest
 from areal.api.messages import Episode
-from areal.api.rejection import RejectReason
 from areal.api.workflow_api import RolloutWorkflow
-from areal.config.generation import GenerationHyperparameters
+from areal.config.rollout import GenerationHyperparameters
 from areal.infra import workflow_context
 from areal.infra.workflow_context import WorkflowContext
 from areal.proxy import ArealOpenAI
 from areal.rollout.episodes import run_episode
-from areal.rollout.workflow_door import WorkflowDoor
+from areal.rollout.runners.workflow import WorkflowRunner
 from areal.utils import stats_tracker
 
 PROMPT = [5, 6, 7]
@@ -242,7 +242,7 @@ async def test_fault_outside_the_workflow_rejects_its_episode_only(engine):
         def decode(self, ids):
             raise OverflowError("no such token")
 
-    door = WorkflowDoor(Asking(tensor_dict), engine, Undecodable())
+    door = WorkflowRunner(Asking(tensor_dict), engine, Undecodable())
     rejection, _ = await run_episode(door, {}, WorkflowContext(), greedy=False, seconds=60)
     assert rejection.reason is RejectReason.AGENT_ERROR
     assert "OverflowError: no such token" in rejection.detail

@@ -11,9 +11,8 @@ import pytest
 
 from areal.api.errors import WorkflowError
 from areal.api.workflow_api import RolloutWorkflow
-from areal.config.generation import GenerationHyperparameters
-from areal.rollout.constructor import Fillers
-from areal.rollout.workflows import WorkflowSpec, check, is_rollout_workflow, load
+from areal.config.rollout import GenerationHyperparameters
+from areal.rollout.loading import Fillers, WorkflowSpec, check, is_rollout_workflow, load
 
 TOKENIZER = object()
 GCONFIG = GenerationHyperparameters(max_new_tokens=5)
@@ -288,7 +287,7 @@ def test_classes_of_a_script_travel_to_another_process(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(
         "import sys\n"
-        "from areal.rollout.workflows import WorkflowSpec\n"
+        "from areal.rollout.loading import WorkflowSpec\n"
         "class Agent:\n"
         "    async def run(self, data):\n"
         "        return 0.25\n"

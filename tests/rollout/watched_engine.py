@@ -7,7 +7,7 @@ import openai.resources.chat.completions  # noqa: F401  (the SDK loads it with t
 from openai import AsyncOpenAI
 
 from areal.api.io_struct import ModelRequest, ModelResponse
-from areal.engine.fake import FakeEngine
+from areal.engine.inference.fake import FakeEngine
 
 MAX_POSITIONS = 1024
 DATA: dict[str, Any] = {"messages": [{"role": "user", "content": "Sort 5291"}], "answer": "1259"}

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from areal.api.errors import TraceError
-from areal.simulation.recording import record
-from areal.simulation.trace import Turn
+from areal.simulation.trace import Turn, record
 
 
 def write_run(place: Path, turns: list[list[Any]], generating_seconds: float) -> Path:

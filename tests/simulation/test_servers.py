@@ -6,15 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal.simulation.servers import Machine, Server
-from areal.simulation.virtual_time import run_virtually
+from areal.simulation.scenario import run_virtually
+from areal.simulation.servers import Machine, SharedServer
 
 
 def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-async def served(server: Server, work: float, after: float = 0.0) -> float:
+async def served(server: SharedServer, work: float, after: float = 0.0) -> float:
     await asyncio.sleep(after)
     await server.serve(work)
     return now()
@@ -22,14 +22,14 @@ async def served(server: Server, work: float, after: float = 0.0) -> float:
 
 def test_a_lone_job_takes_its_fixed_and_its_shared_time() -> None:
     async def play() -> float:
-        return await served(Server(0.02, 0.01), 100)
+        return await served(SharedServer(0.02, 0.01), 100)
 
     assert run_virtually(play()) == pytest.approx(3.0)
 
 
 def test_jobs_that_overlap_slow_each_other_down() -> None:
     async def play() -> list[float]:
-        server = Server(0.0, 1.0)
+        server = SharedServer(0.0, 1.0)
         return await asyncio.gather(served(server, 2), served(server, 2, after=1))
 
     # One unit alone, then both at half speed until the first is done, then the second alone.
@@ -39,7 +39,7 @@ def test_jobs_that_overlap_slow_each_other_down() -> None:
 @given(st.lists(st.tuples(st.floats(0.01, 5), st.floats(0, 5)), min_size=1, max_size=12))
 def test_no_work_is_lost_or_made(jobs: list[tuple[float, float]]) -> None:
     async def play() -> tuple[float, int]:
-        server = Server(0.0, 1.0)
+        server = SharedServer(0.0, 1.0)
         await asyncio.gather(*(served(server, work, after) for work, after in jobs))
         return server.busy_seconds, server.jobs
 
@@ -50,7 +50,7 @@ def test_no_work_is_lost_or_made(jobs: list[tuple[float, float]]) -> None:
 
 def test_a_swap_holds_everybody_for_its_time() -> None:
     async def play() -> float:
-        server = Server(0.0, 1.0)
+        server = SharedServer(0.0, 1.0)
         job = asyncio.ensure_future(served(server, 2))
         await asyncio.sleep(1)
         await server.hold(10)
@@ -61,7 +61,7 @@ def test_a_swap_holds_everybody_for_its_time() -> None:
 
 def test_a_cancelled_caller_harms_nobody() -> None:
     async def play() -> float:
-        server = Server(0.0, 1.0)
+        server = SharedServer(0.0, 1.0)
         gone = asyncio.ensure_future(server.serve(1))
         stays = asyncio.ensure_future(served(server, 1))
         await asyncio.sleep(0.5)
@@ -74,7 +74,7 @@ def test_a_cancelled_caller_harms_nobody() -> None:
 def test_servers_of_one_machine_share_its_cores() -> None:
     async def play() -> list[float]:
         machine = Machine(2)
-        return await asyncio.gather(*(served(Server(0.0, 1.0, machine), work) for work in (1, 1, 2)))
+        return await asyncio.gather(*(served(SharedServer(0.0, 1.0, machine), work) for work in (1, 1, 2)))
 
     # Three on two cores: 2/3 speed until 1.5 s, then the last has a core of its own.
     assert run_virtually(play()) == pytest.approx([1.5, 1.5, 2.5])

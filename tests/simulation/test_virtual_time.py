@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from areal.simulation.virtual_time import run_virtually
+from areal.simulation.scenario import run_virtually
 
 
 def test_a_day_passes_without_waiting() -> None:

@@ -9,15 +9,15 @@ import numpy as np
 import torch
 
 from areal.api.messages import Episode, GroupResult, Row
-from areal.config.actor import ActorConfig, OptimizerConfig
 from areal.config.experiment import PPOConfig
-from areal.config.generation import GenerationHyperparameters
-from areal.engine.architecture import Architecture
+from areal.config.rollout import GenerationHyperparameters
+from areal.config.training import ActorConfig, OptimizerConfig
 from areal.engine.builtin.tokenizer import make_tokenizer
-from areal.engine.decoder import initialise
-from areal.engine.training import TrainingEngine
-from areal.trainer.policy import PolicyUpdate
+from areal.engine.model.architecture import Architecture
+from areal.engine.model.decoder import initialise
+from areal.engine.training.engine import TrainingEngine
 from areal.trainer.run_directory import RunDirectory
+from areal.trainer.update import PolicyUpdate
 
 VOCABULARY = 272
 PROMPT = 5

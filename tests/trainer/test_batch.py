@@ -9,9 +9,9 @@ from small_runs import byte_tokenizer, gradient_of, make_batch, make_group
 
 from areal.api.io_struct import ModelResponse
 from areal.api.messages import Episode, GroupResult
-from areal.config.actor import ActorConfig
-from areal.engine.training import TokenBatch
-from areal.trainer.batch import minibatches, rows_of_groups, token_batch, without_zero_advantages
+from areal.config.training import ActorConfig
+from areal.engine.training.engine import TokenBatch
+from areal.trainer.update import minibatches, rows_of_groups, token_batch, without_zero_advantages
 from areal.trajectory import Renderer, Tree, assign_reward, export
 from areal.trajectory.answer import read_answer
 

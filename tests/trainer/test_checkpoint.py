@@ -8,10 +8,10 @@ import torch
 from small_runs import byte_tokenizer, make_batch, make_directory, make_engine
 
 from areal.api.errors import ArealError
-from areal.config.actor import ActorConfig
-from areal.engine.training import TrainingEngine
+from areal.config.training import ActorConfig
+from areal.engine.training.engine import TrainingEngine
 from areal.trainer.checkpoint import load_checkpoint, save_checkpoint
-from areal.trainer.policy import PolicyUpdate
+from areal.trainer.update import PolicyUpdate
 
 ACTOR = ActorConfig(ppo_n_minibatches=2, recompute_logprob=False)
 

@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_runs import make_group
 
+from areal.api.errors import RejectReason
 from areal.api.messages import GroupResult, Rejection
-from areal.api.rejection import RejectReason
-from areal.trainer.evaluation import Evaluation, overlap, verdict
+from areal.trainer.journal import Evaluation, overlap, verdict
 
 Spans = list[tuple[float, float]]
 

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from areal.trainer.interruption import Interrupted, Interruption
+from areal.trainer.run import Interrupted, Interruption
 
 
 def test_first_ctrl_c_is_told_and_raised_where_it_is_asked_for() -> None:

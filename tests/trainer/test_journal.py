@@ -5,10 +5,8 @@ from pathlib import Path
 import pytest
 from small_runs import make_batch, make_directory, make_group
 
-from areal.trainer.journal import AFTER, BEFORE, Account, Journal
-from areal.trainer.metrics import read_metrics
-from areal.trainer.step_figures import step_figures
-from areal.trainer.step_lines import read_lines
+from areal.trainer.journal import AFTER, BEFORE, Account, Journal, step_figures
+from areal.trainer.logs import read_lines, read_metrics
 
 SUCCESS = [make_group(number, [reward]) for number, reward in enumerate([1, 1, 1, 0])]
 FAILURE = [make_group(number, [reward]) for number, reward in enumerate([1, 0, 0, 0])]

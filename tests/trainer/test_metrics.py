@@ -4,7 +4,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from areal.trainer.metrics import MetricsLog, read_metrics
+from areal.trainer.logs import MetricsLog, read_metrics
 
 
 def test_each_step_is_one_json_line_that_is_readable_at_once(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 from pathlib import Path
 from typing import Any
 
-from areal.trainer import notices
-from areal.trainer.threads import ThreadPlan
+from areal.trainer import display
+from areal.utils.threads import ThreadPlan
 
 SUMMARY: dict[str, Any] = {
     "calls": 12345,
@@ -17,7 +17,7 @@ SUMMARY: dict[str, Any] = {
 
 
 def test_closing_lines_say_how_well_it_went_and_where_everything_is() -> None:
-    lines = notices.closing(SUMMARY, Path("runs/a"), Path("runs/a/m"), Path("runs/a/c.png")).splitlines()
+    lines = display.closing(SUMMARY, Path("runs/a"), Path("runs/a/m"), Path("runs/a/c.png")).splitlines()
     assert lines == [
         "12,345 model calls, 321 per second · engine busy during 71% of training",
         "processor time · driver: 30 s · rollout worker 0: 11 s",
@@ -34,21 +34,21 @@ def test_closing_lines_say_how_well_it_went_and_where_everything_is() -> None:
 
 def test_run_without_held_out_tasks_has_no_verdict() -> None:
     bare = {key: value for key, value in SUMMARY.items() if key != "verdict"} | {"held_out": {}}
-    text = notices.closing(bare, Path("r"), Path("m"), Path("c"))
+    text = display.closing(bare, Path("r"), Path("m"), Path("c"))
     assert "held-out" not in text
     assert "greedy" not in text
 
 
 def test_stopped_run_says_how_to_go_on() -> None:
-    text = notices.stopped(Path("runs/sort/blue"), 7, 20)
+    text = display.stopped(Path("runs/sort/blue"), 7, 20)
     assert text.splitlines() == [
         "stopped after step 7 of 20; everything is saved in runs/sort/blue",
         "to go on, give the same command with trial_name=blue",
     ]
-    assert "before the first step" in notices.stopped(Path("runs/sort/blue"), 0, 20)
+    assert "before the first step" in display.stopped(Path("runs/sort/blue"), 0, 20)
 
 
 def test_resumed_run_says_where_it_resumes() -> None:
     threads = ThreadPlan(1, 1, "2 cores")
-    assert notices.hello(Path("runs/a"), 7, threads) == "run directory runs/a (resuming after step 7)\n2 cores"
-    assert "resuming" not in notices.hello(Path("runs/a"), 0, threads)
+    assert display.hello(Path("runs/a"), 7, threads) == "run directory runs/a (resuming after step 7)\n2 cores"
+    assert "resuming" not in display.hello(Path("runs/a"), 0, threads)

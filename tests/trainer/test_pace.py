@@ -1,4 +1,4 @@
-from areal.trainer.pace import WINDOW_STEPS, Pace
+from areal.trainer.journal import WINDOW_STEPS, Pace
 
 
 def test_a_burst_and_a_pause_average_out_over_the_window() -> None:

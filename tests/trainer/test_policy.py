@@ -6,10 +6,9 @@ import torch
 from small_runs import gradient_of, make_batch, make_engine, make_group
 
 from areal.api.messages import GroupResult
-from areal.config.actor import ActorConfig
-from areal.engine.training import TrainingEngine
-from areal.trainer.batch import rows_of_groups, token_batch
-from areal.trainer.policy import PolicyUpdate
+from areal.config.training import ActorConfig
+from areal.engine.training.engine import TrainingEngine
+from areal.trainer.update import PolicyUpdate, rows_of_groups, token_batch
 
 
 def update(groups: list[GroupResult], engine: TrainingEngine, **settings: object) -> dict[str, float]:

@@ -5,7 +5,7 @@ import sys
 import pytest
 from rich.console import Console
 
-from areal.trainer.progress import PLAIN_LINES, Announcer, Progress, duration
+from areal.trainer.display import PLAIN_LINES, Announcer, Progress, duration
 
 ROW = {"reward": 0.5, "eval_reward": 0.25, "tokens_per_second": 8123.4, "staleness": 1.25, "rejected": 3, "loss": 0.1}
 

@@ -13,7 +13,7 @@ from small_runs import make_config, make_directory
 from areal.api.errors import ArealError, RunExists
 from areal.config.experiment import PPOConfig
 from areal.config.loader import build
-from areal.config.upkeep import RecoverConfig
+from areal.config.training import RecoverConfig
 from areal.trainer.run_directory import RunDirectory, told_in_one_line
 
 
@@ -56,7 +56,7 @@ def test_finished_run_is_refused_whatever_is_asked(tmp_path: Path) -> None:
 def test_run_in_use_is_refused_until_its_process_lets_go(tmp_path: Path) -> None:
     hold = (
         "import sys\nfrom pathlib import Path\nfrom areal.config.experiment import PPOConfig\n"
-        "from areal.config.generation import GenerationHyperparameters\n"
+        "from areal.config.rollout import GenerationHyperparameters\n"
         "from areal.trainer.run_directory import RunDirectory\n"
         "config = PPOConfig(experiment_name='test', trial_name='one', output_dir=sys.argv[1],\n"
         "                   gconfig=GenerationHyperparameters(n_samples=4))\n"

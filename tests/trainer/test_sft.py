@@ -8,10 +8,9 @@ import torch
 
 from areal import SFTTrainer
 from areal.api.errors import DatasetError, RunExists
-from areal.config.dataset import DatasetConfig
-from areal.config.experiment import SFTConfig
-from areal.config.upkeep import SaverConfig
-from areal.trainer.metrics import read_metrics
+from areal.config.experiment import DatasetConfig, SFTConfig
+from areal.config.training import SaverConfig
+from areal.trainer.logs import read_metrics
 
 
 def config(output_dir: Path, model: Path, steps: int = 4, **settings: Any) -> SFTConfig:

@@ -2,7 +2,7 @@ import os
 
 import pytest
 
-from areal.trainer.threads import plan_threads
+from areal.utils.threads import plan_threads
 
 
 @pytest.mark.parametrize(("cores", "side_by_side"), [(1, (1, 1)), (2, (1, 1)), (5, (2, 3)), (8, (4, 4))])

@@ -7,7 +7,7 @@ import numpy as np
 from rich.console import Console
 
 from areal.api.messages import Episode, Row
-from areal.trainer.transcript import RolloutLog, render_episode, tokens_of, versions_of
+from areal.trainer.logs import RolloutLog, render_episode, tokens_of, versions_of
 
 
 def make_row(versions: list[int]) -> Row:

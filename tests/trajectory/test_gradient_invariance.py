@@ -12,11 +12,11 @@ from chat_tokenizers import STYLES, chat_tokenizer
 from scripted_talk import Talk
 
 from areal.api.messages import Episode, GroupResult, Row
-from areal.config.actor import ActorConfig, OptimizerConfig
-from areal.engine.architecture import Architecture
-from areal.engine.decoder import initialise
-from areal.engine.training import TrainingEngine
-from areal.trainer.policy import PolicyUpdate
+from areal.config.training import ActorConfig, OptimizerConfig
+from areal.engine.model.architecture import Architecture
+from areal.engine.model.decoder import initialise
+from areal.engine.training.engine import TrainingEngine
+from areal.trainer.update import PolicyUpdate
 from areal.trajectory import Renderer, Tree, assign_reward, export
 
 SMALL = Architecture(

@@ -10,7 +10,7 @@ from tiny_processor import PARTS_ONLY_TEMPLATE, TOKENS_PER_PICTURE, png, save_pr
 
 from areal.api.errors import ModelError, RequestError
 from areal.trajectory import Renderer, Tree, export, transcript
-from areal.trajectory.pictures import Picture, content_of
+from areal.trajectory.message import Picture, content_of
 from areal.utils.hf_utils import load_hf_processor, load_hf_tokenizer
 from areal.utils.images import decode_image
 

@@ -1,6 +1,6 @@
 import pytest
 
-from areal.utils.loopback import bypass_proxies
+from areal.utils.net import bypass_proxies
 
 
 @pytest.mark.parametrize(

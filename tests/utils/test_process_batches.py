@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from misbehaving_calls import Explosive, act
 
-from areal.utils.process_pool import (
+from areal.utils.process_pool.pool import (
     CallCrashed,
     CallError,
     CallFailed,

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from areal.utils.process_pool import (
+from areal.utils.process_pool.pool import (
     CallCrashed,
     CallExhausted,
     CallFailed,
@@ -357,7 +357,7 @@ def test_script_without_a_main_guard_works_and_exits_without_closing(tmp_path: P
     script = run_script(
         tmp_path,
         """
-        from areal.utils.process_pool import ProcessPool
+        from areal.utils.process_pool.pool import ProcessPool
         class Adder:
             def __init__(self, n): self.n = n
             def __call__(self, x): return x + self.n
@@ -375,7 +375,7 @@ def test_command_line_program_ends_while_calls_hang() -> None:
     program = """if True:
         import asyncio, math
         from areal.api.reward_api import AsyncRewardWrapper
-        from areal.utils.process_pool import ProcessPool
+        from areal.utils.process_pool.pool import ProcessPool
         def hang():
             while True: pass
         async def main():
@@ -395,7 +395,7 @@ def test_processes_die_with_a_parent_that_is_killed_even_while_they_hang(tmp_pat
         tmp_path,
         """
         import os, signal, time
-        from areal.utils.process_pool import ProcessPool
+        from areal.utils.process_pool.pool import ProcessPool
         pool = ProcessPool(2)
         def hang():
             print("hanging", flush=True)

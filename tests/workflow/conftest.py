@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from areal.api.io_struct import ModelRequest, ModelResponse
-from areal.config.generation import GenerationHyperparameters
+from areal.config.rollout import GenerationHyperparameters
 from areal.engine.builtin.tokenizer import make_tokenizer
-from areal.engine.fake import FakeEngine
+from areal.engine.inference.fake import FakeEngine
 from areal.proxy import Proxy, Session
 
 MAX_POSITIONS = 4096

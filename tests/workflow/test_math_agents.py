@@ -7,7 +7,7 @@ import cloudpickle
 import pytest
 
 from areal.api.errors import ConfigError, WorkflowError
-from areal.engine.builtin.lessons import CALCULATOR_TOOLS, RETRY
+from areal.engine.builtin.text import CALCULATOR_TOOLS, RETRY
 from areal.trajectory import assign_reward, returns
 from areal.workflow.openai.math_agent import MathAgent, MathToolAgent, MultiTurnMathAgent
 

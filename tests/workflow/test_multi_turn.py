@@ -8,14 +8,13 @@ import numpy as np
 import pytest
 
 from areal.api.errors import ConfigError, WorkflowError
-from areal.config.generation import GenerationHyperparameters
-from areal.config.rollout import AgentConfig
-from areal.engine.fake import FakeEngine
+from areal.config.rollout import AgentConfig, GenerationHyperparameters
+from areal.engine.inference.fake import FakeEngine
 from areal.infra import workflow_context
 from areal.infra.workflow_context import WorkflowContext
 from areal.proxy import Proxy
-from areal.rollout.agent_door import AgentDoor
-from areal.rollout.workflow_door import WorkflowDoor
+from areal.rollout.runners.agent import AgentRunner
+from areal.rollout.runners.workflow import WorkflowRunner
 from areal.utils import stats_tracker
 from areal.workflow import MultiTurnWorkflow
 from areal.workflow.math_task import TRY_AGAIN, score
@@ -149,12 +148,12 @@ async def test_sdk_agent_with_the_same_conversation_leaves_the_same_rows(
     cut_off = tokenizer.encode("8" * 2 * GCONFIG.max_new_tokens)
     engine = speaking_engine(tokenizer, [letters, cut_off, [*tokenizer.encode("7"), end]][3 - tries :])
     context = WorkflowContext(is_eval=False)
-    own = WorkflowDoor(workflow(tokenizer, max_turns=3, turn_discount=discount), engine, tokenizer)
+    own = WorkflowRunner(workflow(tokenizer, max_turns=3, turn_discount=discount), engine, tokenizer)
     by_workflow, _ = await own.play(dict(TASK), context, greedy=False, seconds=60)
     proxy = Proxy(engine, tokenizer, gconfig=GCONFIG, max_positions=4096)
     await proxy.start()
     try:
-        door = AgentDoor(MultiTurnMathAgent(max_turns=3), proxy, AgentConfig(turn_discount=discount), GCONFIG)
+        door = AgentRunner(MultiTurnMathAgent(max_turns=3), proxy, AgentConfig(turn_discount=discount), GCONFIG)
         by_agent, _ = await door.play(dict(TASK), context, greedy=False, seconds=60)
     finally:
         await proxy.aclose()

@@ -9,8 +9,8 @@ import torch
 
 from areal.api.errors import RewardInvalid, WorkflowError
 from areal.api.reward_api import AsyncRewardWrapper, Value
-from areal.config.generation import GenerationHyperparameters
-from areal.engine.fake import FakeEngine
+from areal.config.rollout import GenerationHyperparameters
+from areal.engine.inference.fake import FakeEngine
 from areal.infra import workflow_context
 from areal.infra.workflow_context import WorkflowContext
 from areal.reward import exact_match_reward

@@ -10,15 +10,14 @@ from tiny_processor import POSITIONS, TOKENS_PER_PICTURE, data_url, png
 
 from areal.api.errors import WorkflowError
 from areal.api.messages import GroupResult
-from areal.config.generation import GenerationHyperparameters
-from areal.engine.fake import FakeEngine
+from areal.config.rollout import GenerationHyperparameters
+from areal.engine.inference.fake import FakeEngine
 from areal.infra.workflow_context import WorkflowContext
 from areal.proxy import ArealOpenAI
-from areal.rollout.constructor import Fillers
 from areal.rollout.episodes import run_episode
-from areal.rollout.workflow_door import WorkflowDoor
-from areal.rollout.workflows import WorkflowSpec, load
-from areal.trainer.group_tensors import tensors_of
+from areal.rollout.loading import Fillers, WorkflowSpec, load
+from areal.rollout.runners.workflow import WorkflowRunner
+from areal.trainer.tensors import tensors_of
 from areal.utils.data import concat_padded_tensors
 from areal.utils.hf_utils import load_hf_processor, load_hf_tokenizer
 from areal.workflow import VisionRLVRWorkflow
@@ -130,7 +129,7 @@ async def test_config_fills_the_processor_and_the_workflow_travels(
 
 
 async def test_episode_keeps_pictures_on_its_way_to_the_trainer(tokenizer: Any, engine: FakeEngine) -> None:
-    door = WorkflowDoor(VisionRLVRWorkflow(right, GCONFIG, tokenizer), engine, tokenizer)
+    door = WorkflowRunner(VisionRLVRWorkflow(right, GCONFIG, tokenizer), engine, tokenizer)
     episode, digests = await run_episode(door, {"messages": SHOWN}, WorkflowContext(), greedy=False, seconds=60)
     assert [row.images for row in episode.rows] == [[RED]]
     assert tensors_of(GroupResult(0, [episode, episode], [], digests))["images"] == [[RED], [RED]]

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Protocol
 
 from areal.config.errors import ConfigError
-from areal.infra.scheduler.command import Command
+from areal.infra.scheduler.base import Command
 from areal.infra.scheduler.local import LocalScheduler
 
 __all__ = ["SCHEDULERS", "Command", "LocalScheduler", "Placement", "Scheduler", "make_scheduler"]

@@ -1,58 +1,35 @@
-"""The driver's end of the guardian process: which process groups must not outlive the driver.
+"""A process that outlives the driver by an instant: it kills the process groups that the driver leaves behind.
 
-A parent-death signal would not do: it is tied to the thread that forked, not to the process, and spares grandchildren.
+It reads `+PGID` and `-PGID` lines from its standard input. The end of the input is the driver's end, however it came
+about (the kernel closes a killed process's pipes), and whatever is still listed then is killed. It is a script of the
+standard library alone, so that it starts at once.
 """
 
-import subprocess
+import os
+import signal
 import sys
-from contextlib import suppress
-
-from areal.api.errors import ProcessDied
-from areal.infra.scheduler import guardian_process
-
-STOP_SECONDS = 5.0
 
 
-class Guardian:
-    def __init__(self) -> None:
-        # Its own session: a Ctrl-C or a kill that is meant for the driver's group must not reach it.
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", guardian_process.__file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-            text=True,
-        )
+def read_groups() -> set[int]:
+    """The groups still listed when the driver is gone."""
+    groups: set[int] = set()
+    for line in sys.stdin:
+        if line.startswith("+"):
+            groups.add(int(line[1:]))
+        else:
+            groups.discard(int(line[1:]))
+    return groups
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
 
-    def watch(self, group: int) -> None:
+def main() -> None:
+    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ignored, signal.SIG_IGN)
+    for group in read_groups():
         try:
-            self._write(f"+{group}\n")
-        except BrokenPipeError:
-            raise ProcessDied(
-                f"the guardian (pid {self.pid}) is gone, and with it the promise that no process outlives the driver"
-            ) from None
+            os.killpg(group, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
 
-    def release(self, group: int) -> None:
-        with suppress(BrokenPipeError):  # without a guardian there is nothing to release
-            self._write(f"-{group}\n")
 
-    def close(self) -> None:
-        """End the guardian; whatever it still watches is killed."""
-        assert self._process.stdin is not None
-        if not self._process.stdin.closed:
-            with suppress(BrokenPipeError):
-                self._process.stdin.close()
-        try:
-            self._process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-
-    def _write(self, line: str) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(line)
-        self._process.stdin.flush()
+if __name__ == "__main__":
+    main()

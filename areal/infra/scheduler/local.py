@@ -1,22 +1,78 @@
-"""Processes on this machine. Each leads a session of its own, so that a process and its descendants end together.
+"""The driver's end of the guardian process: which process groups must not outlive the driver.
 
-When a process ends, what is left of its group is killed; when the driver ends, however, the guardian kills every group.
-A descendant that makes a session of its own is out of reach of both.
+A parent-death signal would not do: it is tied to the thread that forked, not to the process, and spares grandchildren.
 """
+
+# MERGED-DOC
+# Processes on this machine. Each leads a session of its own, so that a process and its descendants end together.
+#
+# When a process ends, what is left of its group is killed; when the driver ends, however, the guardian kills every group.
+# A descendant that makes a session of its own is out of reach of both.
 
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from asyncio.subprocess import DEVNULL, Process
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from areal.infra.scheduler.command import Command
-from areal.infra.scheduler.guardian import Guardian
-from areal.utils.loopback import bypass_proxies
+from areal.api.errors import ProcessDied
+from areal.infra.scheduler import guardian as guardian_process
+from areal.infra.scheduler.base import Command
+from areal.utils.net import bypass_proxies
 from areal.utils.threads import ALONE, SHARING
+
+STOP_SECONDS = 5.0
+
+
+class Guardian:
+    def __init__(self) -> None:
+        # Its own session: a Ctrl-C or a kill that is meant for the driver's group must not reach it.
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", guardian_process.__file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            text=True,
+        )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def watch(self, group: int) -> None:
+        try:
+            self._write(f"+{group}\n")
+        except BrokenPipeError:
+            raise ProcessDied(
+                f"the guardian (pid {self.pid}) is gone, and with it the promise that no process outlives the driver"
+            ) from None
+
+    def release(self, group: int) -> None:
+        with suppress(BrokenPipeError):  # without a guardian there is nothing to release
+            self._write(f"-{group}\n")
+
+    def close(self) -> None:
+        """End the guardian; whatever it still watches is killed."""
+        assert self._process.stdin is not None
+        if not self._process.stdin.closed:
+            with suppress(BrokenPipeError):
+                self._process.stdin.close()
+        try:
+            self._process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+
+    def _write(self, line: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(line)
+        self._process.stdin.flush()
+
 
 KILL_SECONDS = 5.0
 LOG_TAIL_BYTES = 4096

@@ -2,15 +2,15 @@
 
 from typing import Any, Protocol
 
-from areal.proxy.dialects.terms import Terms
+from areal.proxy.dialects.base import ParameterRules
 from areal.proxy.errors import ApiError
-from areal.proxy.exchange import Call, EventWriter, Reply
+from areal.proxy.types import Call, EventWriter, Reply
 
 
 class Dialect(Protocol):
     """What each of the modules chat, responses and messages has."""
 
-    def parse(self, body: dict[str, Any], terms: Terms) -> Call:
+    def parse(self, body: dict[str, Any], terms: ParameterRules) -> Call:
         """Read a request. Raises ApiError 400 naming the parameter."""
         ...
 

@@ -11,8 +11,8 @@ held back; a call comes out whole or, if it is malformed, as text. The joined ev
 the whole text, however it was cut. `Renderer.format` is the format of its tokenizer's template.
 """
 
-from areal.trajectory.parsers.answer_format import AnswerFormat, AnswerReader
-from areal.trajectory.parsers.events import Event, Reasoning, Said, Text, ToolCall
+from areal.trajectory.parsers.base import Event, Reasoning, Said, Text, ToolCall
+from areal.trajectory.parsers.reader import AnswerFormat, AnswerReader
 from areal.trajectory.parsers.registry import choose, detect
 
 __all__ = ["AnswerFormat", "AnswerReader", "Event", "Reasoning", "Said", "Text", "ToolCall", "choose", "detect"]

@@ -2,10 +2,17 @@
 
 import re
 
-from areal.trajectory.parsers.events import ToolCall
-from areal.trajectory.parsers.json_text import json_end, read_json
-from areal.trajectory.parsers.marks import after_mark, after_space
-from areal.trajectory.parsers.syntax import Block, CallFrame, Tools, ToolSyntax
+from areal.trajectory.parsers.base import (
+    Block,
+    CallFrame,
+    ToolCall,
+    Tools,
+    ToolSyntax,
+    after_mark,
+    after_space,
+    json_end,
+    read_json,
+)
 
 CALLS_BEGIN = "<｜tool▁calls▁begin｜>"
 CALLS_END = "<｜tool▁calls▁end｜>"

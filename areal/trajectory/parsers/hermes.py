@@ -3,10 +3,17 @@
 A block that is not exactly that stays text: the agent sees what the model said, and nothing is repaired into a call.
 """
 
-from areal.trajectory.parsers.json_call import named_call
-from areal.trajectory.parsers.json_text import json_end, read_json
-from areal.trajectory.parsers.marks import after_mark, after_space
-from areal.trajectory.parsers.syntax import Block, CallFrame, Tools, ToolSyntax
+from areal.trajectory.parsers.base import (
+    Block,
+    CallFrame,
+    Tools,
+    ToolSyntax,
+    after_mark,
+    after_space,
+    json_end,
+    named_call,
+    read_json,
+)
 
 CALL_BEGIN = "<tool_call>"
 CALL_END = "</tool_call>"

@@ -3,10 +3,16 @@
 JSON that begins an answer and is no call, and calls in the middle of text, are text. `<|python_tag|>` may open a call.
 """
 
-from areal.trajectory.parsers.json_call import named_call
-from areal.trajectory.parsers.json_text import json_end, read_json
-from areal.trajectory.parsers.marks import after_space
-from areal.trajectory.parsers.syntax import Block, CallFrame, Tools, ToolSyntax
+from areal.trajectory.parsers.base import (
+    Block,
+    CallFrame,
+    Tools,
+    ToolSyntax,
+    after_space,
+    json_end,
+    named_call,
+    read_json,
+)
 
 PYTHON_TAG = "<|python_tag|>"
 BEGINNINGS = ('{"name":', '{"parameters":', '{"arguments":', '{"type":')

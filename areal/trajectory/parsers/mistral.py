@@ -5,11 +5,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from areal.trajectory.parsers.events import ToolCall
-from areal.trajectory.parsers.json_call import named_call
-from areal.trajectory.parsers.json_text import json_end, read_json, write_json
-from areal.trajectory.parsers.marks import after_space
-from areal.trajectory.parsers.syntax import PLAIN_NAME, Block, CallFrame, Tools, ToolSyntax
+from areal.trajectory.parsers.base import (
+    PLAIN_NAME,
+    Block,
+    CallFrame,
+    ToolCall,
+    Tools,
+    ToolSyntax,
+    after_space,
+    json_end,
+    named_call,
+    read_json,
+    write_json,
+)
 
 MARK = "[TOOL_CALLS]"
 

@@ -15,11 +15,17 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from areal.trajectory.parsers.events import ToolCall
+from areal.trajectory.parsers.base import (
+    Block,
+    ToolCall,
+    Tools,
+    ToolSyntax,
+    after_mark,
+    after_space,
+    read_json,
+    write_json,
+)
 from areal.trajectory.parsers.hermes import CALL_BEGIN, CALL_END
-from areal.trajectory.parsers.json_text import read_json, write_json
-from areal.trajectory.parsers.marks import after_mark, after_space
-from areal.trajectory.parsers.syntax import Block, Tools, ToolSyntax
 
 FUNCTION = "<function="
 PARAMETER = "<parameter="

@@ -4,14 +4,13 @@ from collections.abc import Iterable
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from areal.trajectory.parsers.answer_format import AnswerFormat
+from areal.trajectory.parsers.base import ToolSyntax
 from areal.trajectory.parsers.deepseek import CALLS_BEGIN, DeepSeek, DeepSeekBare
 from areal.trajectory.parsers.hermes import Hermes
 from areal.trajectory.parsers.llama3 import PYTHON_TAG, Llama3
 from areal.trajectory.parsers.mistral import MARK, Mistral, MistralNamed
 from areal.trajectory.parsers.qwen3_coder import Qwen3Coder
-from areal.trajectory.parsers.reasoning import ReasoningMarks
-from areal.trajectory.parsers.syntax import ToolSyntax
+from areal.trajectory.parsers.reader import AnswerFormat, ReasoningMarks
 
 Named = TypeVar("Named", ToolSyntax, ReasoningMarks)
 

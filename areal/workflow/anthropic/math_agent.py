@@ -8,8 +8,7 @@ from typing import Any
 
 from areal.api.workflow_api import AgentWorkflow
 from areal.config.errors import require
-from areal.workflow.extras import load
-from areal.workflow.math_task import CALCULATOR, MODEL, score, score_tool_user, split_messages
+from areal.workflow.math_task import CALCULATOR, MODEL, load, score, score_tool_user, split_messages
 
 TWO_INTEGERS = {
     "type": "object",

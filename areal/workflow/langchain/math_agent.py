@@ -1,15 +1,34 @@
-"""Agents on LangChain's ChatOpenAI for tasks with one right answer: one try, and several.
+"""LangChain's chat model on what an episode is given; without it, on what the environment says."""
 
-`areal.workflow.math_task` says what a task is and when an answer is right.
-"""
+# MERGED-DOC
+# Agents on LangChain's ChatOpenAI for tasks with one right answer: one try, and several.
+#
+# `areal.workflow.math_task` says what a task is and when an answer is right.
 
+import os
 from typing import Any
 
 from areal.api.workflow_api import AgentWorkflow
 from areal.config.errors import require
-from areal.workflow.extras import load
-from areal.workflow.langchain.chat_model import chat_model
-from areal.workflow.math_task import TRY_AGAIN, score
+from areal.workflow.math_task import MODEL, TRY_AGAIN, load, score
+
+
+def chat_model(extra_kwargs: dict[str, Any]) -> Any:
+    """A `ChatOpenAI` for asynchronous use."""
+    key = extra_kwargs.get("api_key") or os.getenv("OPENAI_API_KEY")
+
+    # A key that must be awaited tells ChatOpenAI that nobody will call it synchronously. It would make a synchronous
+    # client too otherwise, and load its certificates, for every episode: base URLs differ.
+    async def api_key() -> str:
+        return key or ""
+
+    return load("langchain_openai", "langchain-openai", extra="langchain").ChatOpenAI(
+        model=MODEL,
+        base_url=extra_kwargs.get("base_url") or os.getenv("OPENAI_BASE_URL"),
+        api_key=api_key,
+        http_async_client=extra_kwargs.get("http_client"),
+        max_retries=0,
+    )
 
 
 class MathAgent(AgentWorkflow):

@@ -7,9 +7,8 @@ from typing import Any
 
 from areal.api.workflow_api import AgentWorkflow
 from areal.config.errors import require
-from areal.workflow.extras import load
-from areal.workflow.langchain.chat_model import chat_model
-from areal.workflow.math_task import CALCULATOR, score_tool_user
+from areal.workflow.langchain.math_agent import chat_model
+from areal.workflow.math_task import CALCULATOR, load, score_tool_user
 
 
 class MathToolAgent(AgentWorkflow):

@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from areal.api.workflow_api import AgentWorkflow
 from areal.config.errors import require
-from areal.workflow.extras import load
-from areal.workflow.math_task import CALCULATOR, MODEL, TRY_AGAIN, score, score_tool_user
-from areal.workflow.openai.client import openai_client
+from areal.workflow.math_task import CALCULATOR, MODEL, TRY_AGAIN, load, openai_client, score, score_tool_user
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI

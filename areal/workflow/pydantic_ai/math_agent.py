@@ -7,9 +7,7 @@ from typing import Any
 
 from areal.api.workflow_api import AgentWorkflow
 from areal.config.errors import require
-from areal.workflow.extras import load
-from areal.workflow.math_task import CALCULATOR, MODEL, score_tool_user, split_messages
-from areal.workflow.openai.client import openai_client
+from areal.workflow.math_task import CALCULATOR, MODEL, load, openai_client, score_tool_user, split_messages
 
 
 class MathToolAgent(AgentWorkflow):

@@ -1,14 +1,182 @@
-"""What an agent is, and every name that one is written with."""
+"""The names that agents and environments are called by in a config, and how one is made from its name."""
+
+# MERGED-DOC
+# Which agent and which environment an experiment uses: a registered name and constructor arguments.
+# Token sequences with what belongs to them, packed end to end under named keys.
+# What an agent acts in.
+# How an agent asks for generations, and what it gets.
+# What an agent is, and every name that one is written with.
 
 import asyncio
+import inspect
 from abc import ABC, abstractmethod
+from collections.abc import Collection, Hashable
+from dataclasses import dataclass, field
 from typing import Any
 
-from realhf.api.core.config import AgentAbstraction, EnvServiceAbstraction
-from realhf.api.core.data_api import SequenceSample
-from realhf.api.core.env_api import EnvironmentService, register_environment
-from realhf.api.core.model_api import BundledGenerationOutputs, GenerationHyperparameters
-from realhf.api.core.registry import AGENTS
+from areal.api.errors import WorkflowError
+from areal.config import rollout as generation
+from areal.config.errors import require
+from areal.rollout.loading import name_of
+
+
+class Registry:
+    """Classes by name. A name has one class for good; defining that class anew, as a notebook does, replaces it."""
+
+    def __init__(self, noun: str) -> None:
+        self._noun = noun
+        self._classes: dict[str, type[Any]] = {}
+
+    def register(self, name: str, cls: type[Any]) -> None:
+        if not inspect.isclass(cls):
+            raise WorkflowError(f"an {self._noun} is registered by its class, got {cls!r} as {name!r}")
+        known = self._classes.get(name)
+        if known is not None and name_of(known) != name_of(cls):
+            raise WorkflowError(
+                f"the {self._noun} name {name!r} belongs to {name_of(known)} and cannot be given to {name_of(cls)}; "
+                "register it under another name"
+            )
+        self._classes[name] = cls
+
+    def find(self, name: str) -> type[Any]:
+        if name not in self._classes:
+            raise WorkflowError(
+                f"no {self._noun} is registered as {name!r}, there are {', '.join(sorted(self._classes)) or 'none'}; "
+                f"call register_{self._noun}({name!r}, YourClass) before the training starts"
+            )
+        return self._classes[name]
+
+
+AGENTS = Registry("agent")
+ENVIRONMENTS = Registry("environment")
+
+
+def make(cls: type[Any], args: dict[str, Any], offered: dict[str, Any]) -> Any:
+    """`cls(**args)`, completed with what is `offered` under names that its constructor has."""
+    return cls(**complete(cls, args, offered))
+
+
+def complete(cls: type[Any], args: dict[str, Any], offered: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that `make` constructs with; refuses what it could not construct."""
+    if inspect.isabstract(cls):
+        raise WorkflowError(f"{name_of(cls)} must define {', '.join(sorted(cls.__abstractmethods__))}")
+    signature = inspect.signature(cls)
+    arguments = {name: value for name, value in offered.items() if name in signature.parameters} | args
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        raise WorkflowError(
+            f"{name_of(cls)} cannot be constructed: {error}; its arguments are the `args` of its abstraction"
+        ) from None
+    return arguments
+
+
+@dataclass(frozen=True)
+class Abstraction:
+    type_: str
+    """The name it is registered under."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """Its constructor's arguments; `gconfig` and `tokenizer` that these leave out come from the config."""
+
+
+class AgentAbstraction(Abstraction):
+    """An agent by name."""
+
+
+class EnvServiceAbstraction(Abstraction):
+    """An environment by name."""
+
+
+@dataclass
+class SequenceSample:
+    """A prompt on its way to an agent, or the trajectories that it returns. `docs/legacy.md` lists the keys of both."""
+
+    ids: list[Hashable]
+    """A prompt's is its question's id, the qid."""
+    data: dict[str, Any]
+    """Tensors, arrays or lists, 1-D."""
+    seqlens: dict[str, list[list[int]]] = field(default_factory=dict)
+    """By key, for each id: the lengths of its sequences. Only those of `packed_input_ids` are read, the others follow;
+    without them there is one sequence."""
+    keys: Collection[str] = ()
+    """Those of `data`; may be left out."""
+    metadata: dict[str, list[Any]] = field(default_factory=dict)
+    """For each id. A prompt's has its `task`, the dict from the dataset."""
+    dtypes: dict[str, Any] = field(default_factory=dict)
+    """Not used: values say it themselves."""
+    trailing_shapes: dict[str, Any] = field(default_factory=dict)
+    """Not used: values say it themselves."""
+
+    def __post_init__(self) -> None:
+        if self.keys and set(self.keys) != set(self.data):
+            differing = ", ".join(sorted(set(self.keys) ^ set(self.data)))
+            raise WorkflowError(f"keys of a SequenceSample must be those of its data, they differ in {differing}")
+        self.keys = set(self.data)
+
+    @property
+    def bs(self) -> int:
+        return len(self.ids)
+
+
+class EnvironmentService(ABC):
+    """One object serves every episode of a process, concurrently: keep an episode's state under its qid."""
+
+    async def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:  # noqa: B027
+        """Begin anew; for an environment without state there is nothing to do."""
+
+    @abstractmethod
+    async def step(self, action: Any) -> Any:
+        """Judge `(qid, answers)`. What this returns reaches the agent as it is: `(obs, reward, terminated, truncated,
+        info)`, or any tuple whose second entry is the reward, one number per answer or one for all."""
+
+
+def register_environment(name: str, env_cls: type[EnvironmentService]) -> None:
+    """Let configs call an environment by `name`."""
+    ENVIRONMENTS.register(name, env_cls)
+
+
+@dataclass
+class GenerationHyperparameters(generation.GenerationHyperparameters):
+    """The settings of `areal`, and how many outputs one observation is answered with.
+
+    `n_samples` is another thing: how many episodes of a task are run, each with its own call of `collect_trajectory`.
+    """
+
+    n: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.n >= 1, f"n must be >= 1, got {self.n}")
+
+
+@dataclass
+class BundledGenerationOutputs:
+    """The answers to one observation. All lists but `prompt_ids` have one entry per answer."""
+
+    qid: Hashable
+    """That of the observation."""
+    prompt_ids: list[int]
+    output_ids: list[list[int]]
+    """Sampled tokens, the end token included."""
+    seqs: list[list[int]]
+    """Prompt and sampled tokens."""
+    logprobs: list[list[float]]
+    """Of each token of a sequence but its first, so one fewer; 0 on the prompt."""
+    no_eos: list[bool]
+    """True where an answer was cut off for length."""
+    version_start: list[int]
+    """Weight version that sampled an answer's first token."""
+    version_end: list[int]
+    """Weight version that sampled its last."""
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.prompt_ids)
+
+    @property
+    def seqlens(self) -> list[int]:
+        return [len(seq) for seq in self.seqs]
+
 
 __all__ = [
     "Agent",

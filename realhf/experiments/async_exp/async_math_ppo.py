@@ -6,13 +6,10 @@ Copy or subclass `AsyncPPOMATHConfig`, and pass your class to `realhf.training.m
 
 from dataclasses import dataclass, field
 
-from areal.config.actor import ActorConfig, OptimizerConfig
-from areal.config.dataset import DatasetConfig
 from areal.config.errors import ConfigError, require
-from areal.config.experiment import GRPOConfig
-from areal.config.generation import GenerationHyperparameters
-from areal.config.rollout import AgentConfig, RolloutConfig
-from areal.config.upkeep import EvaluatorConfig
+from areal.config.experiment import DatasetConfig, GRPOConfig
+from areal.config.rollout import AgentConfig, GenerationHyperparameters, RolloutConfig
+from areal.config.training import ActorConfig, EvaluatorConfig, OptimizerConfig
 from realhf.api.core.agent_api import AgentAbstraction, EnvServiceAbstraction
 
 HELD_OUT_TASKS = 512

@@ -5,7 +5,7 @@ from typing import Any
 
 from areal.config.errors import require
 from areal.infra import workflow_context
-from areal.trajectory.renderer import Renderer
+from areal.trajectory.rendering import Renderer
 from areal.utils import stats_tracker
 from areal.workflow.math_task import TRY_AGAIN
 from realhf.api.core.agent_api import (

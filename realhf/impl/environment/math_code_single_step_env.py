@@ -4,11 +4,11 @@ import asyncio
 from typing import Any
 
 from areal.api.errors import WorkflowError
-from areal.config.dataset import DatasetConfig
+from areal.config.experiment import DatasetConfig
 from areal.dataset import get_custom_dataset
-from areal.dataset.procedural import SPLITS
+from areal.dataset.builtin import SPLITS
 from areal.reward import exact_match_reward, math_answer_reward
-from realhf.api.core.env_api import EnvironmentService, register_environment
+from realhf.api.core.agent_api import EnvironmentService, register_environment
 from realhf.episode.tasks import qid_of
 
 Task = dict[str, Any]

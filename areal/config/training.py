@@ -1,0 +1,117 @@
+"""The model that learns, and how it is optimised."""
+
+# MERGED-DOC
+# What happens beside the training steps: evaluation, checkpoints, recovery, placement.
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from areal.config.errors import require
+
+
+@dataclass
+class OptimizerConfig:
+    lr: float = 2e-4
+    beta1: float = 0.9
+    beta2: float = 0.99
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    warmup_steps: int = 10
+    """Steps over which the learning rate rises linearly from near 0."""
+    lr_scheduler: Literal["constant", "cosine"] = "constant"
+    """constant, or cosine = falls to a tenth over the run."""
+    gradient_clipping: float = 1.0
+    """Largest gradient norm; 0 = no clipping."""
+
+    def __post_init__(self) -> None:
+        require(self.lr > 0, f"lr must be > 0, got {self.lr}")
+        require(self.gradient_clipping >= 0, f"gradient_clipping must be >= 0, got {self.gradient_clipping}")
+        require(self.warmup_steps >= 0, f"warmup_steps must be >= 0, got {self.warmup_steps}")
+
+
+@dataclass
+class ActorConfig:
+    path: str = "builtin:tiny-math"
+    """A Hugging Face directory or id, or `builtin:NAME` for a model this package makes itself."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    max_tokens_per_mb: int = 16384
+    """Tokens in one forward and backward pass; bounds memory, does not change the result."""
+    gradient_checkpointing: bool = False
+    """Compute each layer again in the backward pass instead of keeping what it computed: less memory, more time."""
+    ppo_n_minibatches: int = 1
+    """Optimizer steps per batch."""
+    eps_clip: float = 0.2
+    """The policy ratio is clipped below 1 - eps_clip."""
+    eps_clip_higher: float | None = None
+    """The policy ratio is clipped above 1 + this; None = eps_clip."""
+    kl_ctl: float = 0.0
+    """Weight of the KL penalty against the reference model `ref.path`."""
+    adv_norm: Literal["none", "group", "batch"] = "none"
+    """What the centred advantage is divided by: nothing, its group's or the batch's standard deviation."""
+    group_baseline: Literal["mean", "none"] = "mean"
+    """What a completion's return is compared with: the mean of its group, or nothing."""
+    loss_norm: Literal["token", "completion"] = "token"
+    """The loss is a mean over tokens, or over completions of their token means."""
+    use_decoupled_loss: bool = False
+    """Clip around recomputed log-probs of the policy before the update, and weigh by its ratio to the sampler."""
+    behave_imp_weight_cap: float | None = 5.0
+    """Decoupled loss: tokens whose behaviour weight exceeds this are left out; None = none are."""
+    recompute_logprob: Literal[True, False, "auto"] = "auto"
+    """Use the trainer's log-probs in place of the sampler's; auto = once they have been seen to differ."""
+
+    def __post_init__(self) -> None:
+        require(self.path != "", "path must name a model; use builtin:tiny-math for the one that needs no download")
+        require(0 < self.eps_clip < 1, f"eps_clip must lie in (0, 1), got {self.eps_clip}")
+        require(
+            self.eps_clip_higher is None or self.eps_clip_higher > 0,
+            f"eps_clip_higher must be > 0, got {self.eps_clip_higher}; leave it out to use eps_clip",
+        )
+        require(self.kl_ctl >= 0, f"kl_ctl must be >= 0, got {self.kl_ctl}")
+        require(self.max_tokens_per_mb >= 1, f"max_tokens_per_mb must be >= 1, got {self.max_tokens_per_mb}")
+        require(self.ppo_n_minibatches >= 1, f"ppo_n_minibatches must be >= 1, got {self.ppo_n_minibatches}")
+
+
+@dataclass
+class ReferenceConfig:
+    path: str = ""
+    """The frozen model that the KL penalty measures against; usually the same as actor.path."""
+
+
+@dataclass
+class EvaluatorConfig:
+    freq_steps: int | None = None
+    """Evaluate on valid_dataset every this many steps, and before the first and after the last; None = only those."""
+    greedy: bool = True
+    """Also measure greedy success, before the first and after the last step."""
+
+    def __post_init__(self) -> None:
+        require(self.freq_steps is None or self.freq_steps >= 1, f"freq_steps must be >= 1, got {self.freq_steps}")
+
+
+@dataclass
+class SaverConfig:
+    freq_steps: int | None = 50
+    """Write a checkpoint every this many steps, beside after the last and on Ctrl-C; None = only those."""
+    keep: int = 2
+    """Checkpoints kept; older ones are removed after a newer one is complete."""
+
+    def __post_init__(self) -> None:
+        require(self.freq_steps is None or self.freq_steps >= 1, f"freq_steps must be >= 1, got {self.freq_steps}")
+        require(self.keep >= 1, f"keep must be >= 1, got {self.keep}")
+
+
+@dataclass
+class RecoverConfig:
+    mode: Literal["auto", "off"] = "auto"
+    """An unfinished run of the same name is resumed (auto) or refused (off). A finished one is always refused."""
+
+
+@dataclass
+class SchedulerConfig:
+    type: Literal["local"] = "local"
+    """Who places the processes: local = this machine."""
+    threads: int | None = None
+    """Threads that the engine and the trainer compute with, each; None = shared out from the machine's cores."""
+
+    def __post_init__(self) -> None:
+        require(self.threads is None or self.threads >= 1, f"threads must be >= 1, got {self.threads}")

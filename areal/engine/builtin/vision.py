@@ -1,0 +1,164 @@
+"""`builtin:tiny-vision`: a 0.3-million-parameter LLaVA that has begun to count and name coloured shapes, and no more.
+
+A CLIP vision tower, LLaVA's projector and a Qwen3, computed by transformers, with CLIP's image processor: everything
+that a large one has. Warm-up teaches the form of an answer and a part of the skill on training pictures.
+"""
+
+import json
+from collections.abc import Sequence
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from areal.config.training import OptimizerConfig
+from areal.dataset.builtin import QUESTION, SHAPES, SIZE, Drawing
+from areal.engine.builtin.text import Report, cached, sampled_answers
+from areal.engine.builtin.tokenizer import IMAGE_TOKEN, make_tokenizer
+from areal.engine.training.engine import TokenBatch, TrainingEngine
+from areal.engine.training.packing import Span
+from areal.engine.training.supervised import mean_nll
+from areal.engine.transformers.model import TransformersModel, quiet
+from areal.engine.transformers.runner import TransformersRunner
+from areal.engine.transformers.training import TransformersTraining
+from areal.utils.hf_utils import load_hf_processor
+
+EDITION = 3
+"""Part of the cache's name: raise it when anything below changes the model."""
+SEED = 20
+PATCH = 8
+VOCABULARY = 384
+MAX_POSITIONS = 2048
+LESSONS = 1024
+"""Training pictures that warm-up goes through again and again: reading one costs as much as learning from it."""
+BATCH = 64
+ENOUGH = 0.35
+"""Warm-up ends when this share of sampled answers on validation pictures is right."""
+MAX_STEPS = 400
+CHECK_STEPS = 5
+ANSWER_TOKENS = 6
+
+
+def tiny_vision(report: Report) -> Path:
+    """The model's directory; the model is made now if it is not there."""
+    return cached(f"tiny-vision-{EDITION}", make, report)
+
+
+def make(directory: Path, report: Report) -> None:
+    """Make the model and write it to `directory` in Hugging Face's format."""
+    write_untrained(directory)
+    model = TransformersModel(directory, learns=True)
+    _warm_up(model, load_hf_processor(directory), report)
+    model.save(directory)
+
+
+def write_untrained(directory: Path) -> None:
+    """The same with random weights."""
+    tokenizer = _write_processor(directory)
+    with torch.random.fork_rng(devices=[]), quiet():
+        torch.manual_seed(SEED)
+        _untrained(tokenizer).save_pretrained(directory)
+
+
+def _write_processor(directory: Path) -> Any:
+    """The tokenizer and what CLIP's image processor and LLaVA's processor read."""
+    corpus = [json.dumps([QUESTION, drawing.answer]) for drawing in islice(SHAPES.problems("train"), 1000)]
+    tokenizer = make_tokenizer(corpus, VOCABULARY, MAX_POSITIONS, sees_images=True)
+    tokenizer.save_pretrained(directory)
+    square = {"height": SIZE, "width": SIZE}
+    image_processor = {
+        "image_processor_type": "CLIPImageProcessor",
+        "processor_class": "LlavaProcessor",
+        "size": {"shortest_edge": SIZE},
+        "crop_size": square,
+    }
+    processor = {
+        "processor_class": "LlavaProcessor",
+        "image_token": IMAGE_TOKEN,
+        "patch_size": PATCH,
+        "vision_feature_select_strategy": "default",
+        "num_additional_image_tokens": 1,
+    }
+    (directory / "preprocessor_config.json").write_text(json.dumps(image_processor, indent=2) + "\n")
+    (directory / "processor_config.json").write_text(json.dumps(processor, indent=2) + "\n")
+    return tokenizer
+
+
+def _untrained(tokenizer: Any) -> Any:
+    from transformers import CLIPVisionConfig, LlavaConfig, LlavaForConditionalGeneration, Qwen3Config
+
+    vision = CLIPVisionConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        image_size=SIZE,
+        patch_size=PATCH,
+        initializer_range=0.1,
+    )
+    text = Qwen3Config(
+        vocab_size=-(-len(tokenizer) // 16) * 16,
+        hidden_size=96,
+        intermediate_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=24,
+        max_position_embeddings=MAX_POSITIONS,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    config = LlavaConfig(
+        vision_config=vision,
+        text_config=text,
+        image_token_id=tokenizer.convert_tokens_to_ids(IMAGE_TOKEN),
+        vision_feature_layer=-1,
+        tie_word_embeddings=True,
+    )
+    return LlavaForConditionalGeneration(config)
+
+
+def _warm_up(model: TransformersModel, processor: Any, report: Report) -> None:
+    optimizer = OptimizerConfig(lr=2e-3, warmup_steps=50, beta2=0.95)
+    engine = TrainingEngine(TransformersTraining(model), optimizer, total_steps=MAX_STEPS)
+    prompt = _prompt(processor)
+    lessons = islice(SHAPES.problems("train", SEED), LESSONS)
+    spans = cycle([_span(drawing, prompt, processor.tokenizer) for drawing in lessons])
+    for step in range(1, MAX_STEPS + 1):
+        engine.train_batch(_batch(list(islice(spans, BATCH))), mean_nll)
+        if step % CHECK_STEPS == 0:
+            success = _success(model, prompt, processor.tokenizer)
+            report(f"warming up the built-in vision model: step {step}, success {success:.2f} of {ENOUGH:.2f}")
+            if success >= ENOUGH:
+                return
+
+
+def _prompt(processor: Any) -> list[int]:
+    """The ids of a task's messages: the same for each, as are question and size of the picture."""
+    messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": QUESTION}]}]
+    text = processor.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    picture = np.zeros((SIZE, SIZE, 3), dtype=np.uint8)
+    ids: list[int] = processor(text=[text], images=[picture], add_special_tokens=False)["input_ids"][0]
+    return ids
+
+
+def _span(drawing: Drawing, prompt: list[int], tokenizer: Any) -> Span:
+    answer = tokenizer(drawing.answer + tokenizer.eos_token, add_special_tokens=False)["input_ids"]
+    ids = np.array([*prompt, *answer], dtype=np.int64)
+    return Span(ids, np.arange(len(prompt), len(ids)), 0, (drawing.png(),))
+
+
+def _batch(spans: list[Span]) -> TokenBatch:
+    """Every token of the answers weighs the same."""
+    total = sum(len(span.asked) for span in spans)
+    return TokenBatch(spans, torch.ones(total), {"weights": torch.full((total,), 1.0 / total)})
+
+
+def _success(model: TransformersModel, prompt: Sequence[int], tokenizer: Any, problems: int = 256) -> float:
+    drawings = list(islice(SHAPES.problems("valid"), problems))
+    runner = TransformersRunner(model, caches=True)
+    images = [(drawing.png(),) for drawing in drawings]
+    answers = sampled_answers(runner, tokenizer, [prompt] * problems, images, ANSWER_TOKENS)
+    return sum(answer == drawing.answer for answer, drawing in zip(answers, drawings, strict=True)) / problems

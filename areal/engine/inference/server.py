@@ -1,0 +1,53 @@
+"""The embedded engine as a process of its own: `python -m areal.engine.inference.server MODEL_DIRECTORY [DTYPE]`.
+
+It serves rollout workers on a Unix socket whose address it tells the driver, and ends, leaving nothing behind, when the
+driver hangs up or SIGTERM asks it to.
+"""
+
+import asyncio
+import os
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from areal.engine.inference.engine import EmbeddedEngine
+from areal.engine.inference.remote import engine_handlers
+from areal.engine.models import open_runner
+from areal.infra.rpc.channel import Channel
+from areal.infra.rpc.connect import dial_home, serve
+from areal.infra.rpc.wire import api_wire
+from areal.utils.hf_utils import load_hf_tokenizer
+
+ROLE = "engine"
+NICENESS = 10
+"""Where cores are scarce the engine yields to those who ask it: more of them then share each decode step."""
+
+
+def load_engine(directory: Path, dtype: str = "float32") -> EmbeddedEngine:
+    """An embedded engine on the weights of a model directory."""
+    return EmbeddedEngine(open_runner(directory, dtype), load_hf_tokenizer(directory))
+
+
+async def serve_engine(directory: Path, dtype: str = "float32") -> None:
+    engine = load_engine(directory, dtype)
+    handlers = engine_handlers(engine) | {"cpu_seconds": time.process_time}
+    ended = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
+
+    def greet(channel: Channel) -> None:
+        channel.handlers.update(handlers | engine_handlers(engine, channel))
+
+    with tempfile.TemporaryDirectory(prefix="areal-") as place:
+        endpoint = await serve(f"unix:{place}/engine", greet, wire=api_wire(), peer="a rollout worker")
+        home = await dial_home(ROLE, 0, {"address": endpoint.address}, handlers, wire=api_wire())
+        home.closed.add_done_callback(lambda _: ended.set())
+        await ended.wait()
+        await endpoint.close()
+        await engine.aclose()
+
+
+if __name__ == "__main__":
+    os.nice(NICENESS)
+    asyncio.run(serve_engine(Path(sys.argv[1]), *sys.argv[2:]))

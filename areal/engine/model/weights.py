@@ -1,0 +1,140 @@
+"""Weights on disk and between processes: Hugging Face safetensors, and one shared flat file per published version."""
+
+import hashlib
+import json
+import mmap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from areal.api.engine_api import WeightUpdate
+from areal.api.errors import ModelError, WeightMismatch
+from areal.engine.model.architecture import Architecture
+from areal.engine.model.decoder import Decoder
+
+_WHOLE = {"embedding": "model.embed_tokens.weight", "head": "lm_head.weight", "final_norm": "model.norm.weight"}
+_IN_LAYER = {
+    "attention_norm": ("input_layernorm.weight",),
+    "mlp_norm": ("post_attention_layernorm.weight",),
+    "qkv": ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
+    "qkv_bias": ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
+    "q_norm": ("self_attn.q_norm.weight",),
+    "k_norm": ("self_attn.k_norm.weight",),
+    "output": ("self_attn.o_proj.weight",),
+    "output_bias": ("self_attn.o_proj.bias",),
+    "gate_up": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    "down": ("mlp.down_proj.weight",),
+}
+
+
+def load_weights(decoder: Decoder, directory: Path) -> None:
+    """Fill the decoder from every safetensors file of a Hugging Face directory."""
+    homes = _tensor_files(directory)
+    with torch.no_grad():
+        for name, part in _parts(decoder):
+            if name not in homes:
+                raise ModelError(f"the weights in {str(directory)!r} lack {name}")
+            with _opened(homes[name]) as file:
+                tensor = file.get_tensor(name)
+            if tensor.shape != part.shape:
+                raise ModelError(f"{name} in {str(directory)!r} has shape {[*tensor.shape]}, not {[*part.shape]}")
+            part.copy_(tensor)
+
+
+def save_weights(decoder: Decoder, directory: Path) -> None:
+    """Write `model.safetensors` in Hugging Face's names."""
+    tensors = {name: part.detach().clone().contiguous() for name, part in _parts(decoder)}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def digest(flat: Tensor) -> str:
+    """A fingerprint of weights, so that tokens can be traced to what produced them."""
+    return hashlib.blake2b(memoryview(flat.detach().numpy()).cast("B"), digest_size=16).hexdigest()
+
+
+class SharedWeights:
+    """A flat float32 buffer in a file that processes of one machine map."""
+
+    def __init__(self, path: Path, size: int, *, create: bool = False) -> None:
+        with open(path, "w+b" if create else "r+b") as file:
+            if create:
+                file.truncate(size * 4)
+            self._map = mmap.mmap(file.fileno(), size * 4)
+        self.path = path
+        self.flat = torch.frombuffer(self._map, dtype=torch.float32)
+
+
+class PublishedWeights:
+    """The receiving end: weights that a trainer published, checked before they are used."""
+
+    def __init__(self) -> None:
+        self._maps: dict[str, SharedWeights] = {}
+
+    def read(self, update: WeightUpdate, size: int) -> Tensor:
+        """The `size` weights of `update`, where they were published."""
+        published = self._map(update, size)
+        if digest(published) != update.digest:
+            raise WeightMismatch(f"the weights of version {update.version} in {update.path} do not have their digest")
+        return published
+
+    def _map(self, update: WeightUpdate, size: int) -> Tensor:
+        if update.path not in self._maps:
+            try:
+                self._maps[update.path] = SharedWeights(Path(update.path), size)
+            except (OSError, ValueError) as error:
+                raise WeightMismatch(
+                    f"the weights of version {update.version} must be a file of {size} float32 values, "
+                    f"{update.path!r} is not: {error}"
+                ) from None
+        return self._maps[update.path].flat
+
+
+def _parts(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
+    """Each Hugging Face name with the view of the fused parameter that holds it."""
+    for name, parameter in decoder.parameters.items():
+        if name in _WHOLE:
+            yield _WHOLE[name], parameter
+            continue
+        _, index, kind = name.split(".")
+        names = _IN_LAYER[kind]
+        rows = _rows(kind, decoder.architecture, parameter.shape[0])
+        for part, piece in zip(names, parameter.split(rows), strict=True):
+            yield f"model.layers.{index}.{part}", piece
+
+
+def _rows(kind: str, a: Architecture, total: int) -> list[int]:
+    if kind in ("qkv", "qkv_bias"):
+        return [a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim, a.num_kv_heads * a.head_dim]
+    return [total // 2, total // 2] if kind == "gate_up" else [total]
+
+
+def _tensor_files(directory: Path) -> dict[str, Path]:
+    index = directory / "model.safetensors.index.json"
+    if index.exists():
+        try:
+            table: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        except (ValueError, KeyError) as error:
+            raise ModelError(f"{index} is no index of weights: {error!r}") from None
+        return {name: directory / file for name, file in table.items()}
+    homes: dict[str, Path] = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        with _opened(path) as file:
+            homes |= dict.fromkeys(file.keys(), path)
+    if not homes:
+        raise ModelError(f"no *.safetensors weights in {str(directory)!r}")
+    return homes
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"cannot read the weights in {str(path)!r}: {error}") from None

@@ -1,0 +1,1 @@
+"""Train a model: packed batches, forward and backward passes, the optimizer."""

@@ -1,0 +1,208 @@
+"""What a transformers config says about a model, under whichever name it says it. Needs no weights."""
+
+# MERGED-DOC
+# A transformers model whose parameters are views of one flat float32 buffer.
+#
+# So its weights are published, hashed and stepped like the decoder's. The module stays in evaluation mode, also when it
+# learns: without dropout engine and trainer compute the same numbers. Sequences are padded on the right, where causal
+# attention cannot see. Shapes: B sequences, L positions, C columns whose logits are wanted, V vocabulary.
+
+import inspect
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from areal.api.errors import ModelError, RequestError
+from areal.api.messages import Array
+from areal.engine.transformers.images import Images, PictureInputs
+
+PLACEHOLDERS = ("image_token_id", "image_token_index", "video_token_id", "audio_token_id")
+"""What configs call the tokens that stand for something else than text."""
+POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
+UNLIMITED = 1 << 17
+"""Positions of a model that names no limit, as recurrent ones do."""
+
+
+def read_config(directory: Path) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(directory)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"transformers cannot read the model in {str(directory)!r}: {first_line(error)}") from None
+
+
+def positions_of(config: Any) -> int:
+    text = config.get_text_config()
+    return next((int(getattr(text, name)) for name in POSITIONS if getattr(text, name, None)), UNLIMITED)
+
+
+def sees_images(config: Any) -> bool:
+    return getattr(config, "vision_config", None) is not None
+
+
+def placeholders_of(config: Any) -> set[int]:
+    found = (getattr(config, name, None) for name in PLACEHOLDERS)
+    return {token for token in found if isinstance(token, int) and token >= 0}
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without the bars that transformers draws while it reads and writes."""
+    from transformers.utils import logging
+
+    drawn = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if drawn:
+            logging.enable_progress_bar()
+
+
+def first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]
+
+
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+
+LOGITS = 1 << 26
+"""Logits held at once; a single sequence may take more."""
+
+
+class TransformersModel:
+    def __init__(self, directory: Path, *, learns: bool = False) -> None:
+        """Read a Hugging Face directory; one that learns gathers gradients in `flat_grad`."""
+        self.directory = directory
+        self.module = _load(directory)
+        config = self.module.config
+        text = config.get_text_config()
+        self.vocab_size: int = text.vocab_size
+        self.max_positions = positions_of(config)
+        self.flat, self.matrices = flatten(self.module)
+        """Matrices lie before everything else; `matrices` is how many values they have."""
+        self.flat_grad = torch.zeros_like(self.flat) if learns else None
+        self._gather_gradients()
+        self._parameters = inspect.signature(self.module.forward).parameters
+        self._placeholders = torch.tensor(sorted(placeholders_of(config)), dtype=torch.long)
+        self._filler = next(token for token in range(self.vocab_size) if token not in placeholders_of(config))
+        self.pictures = PictureInputs(directory, placeholders_of(config)) if sees_images(config) else None
+
+    def check(self, ids: Sequence[int] | Array, images: Images) -> None:
+        """Refuse pictures that are none, or that `ids` have another number of places for. Raises RequestError."""
+        if self.pictures is not None:
+            self.pictures.check(ids, images)
+        elif images:
+            raise RequestError("the model sees no pictures, got a request with some; use a vision-language model")
+
+    def shape(self, images: Images) -> tuple[Any, ...]:
+        """Sequences whose pictures have one shape can be computed together."""
+        return () if self.pictures is None else self.pictures.shape(images)
+
+    def logits(self, ids: Tensor, images: Sequence[Images], columns: Tensor, **options: Any) -> Tensor:
+        """Logits [B,C,V] after the tokens in `columns` of `ids` [B,L]; a picture's placeholder is never predicted."""
+        inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False, **options}
+        if any(images):
+            assert self.pictures is not None
+            inputs |= self.pictures.batch(images)
+        inputs |= {name: self._places(ids) for name in self._kinds_wanted()}
+        if "logits_to_keep" in self._parameters:
+            logits: Tensor = self.module(**inputs, logits_to_keep=columns).logits
+        else:
+            logits = self.module(**inputs).logits[:, columns]
+        if len(self._placeholders):
+            logits = logits.index_fill(-1, self._placeholders, -torch.inf)
+        return logits
+
+    def padded(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        """Ids [B,L]. What fills the rows up is never seen, but must be no placeholder."""
+        length = max(map(len, rows))
+        return torch.tensor([[*row, *[self._filler] * (length - len(row))] for row in rows])
+
+    def as_text(self, ids: Tensor) -> list[int]:
+        """`ids` without placeholders."""
+        kept: list[int] = torch.where(torch.isin(ids, self._placeholders), self._filler, ids).tolist()
+        return kept
+
+    def fits(self, count: int, length: int, columns: int, max_tokens: int) -> bool:
+        """Whether that many sequences can be computed at once: their tokens with padding, and their logits."""
+        return count * length <= max_tokens and count * columns * self.vocab_size <= LOGITS
+
+    def seen_length(self, ids: Array) -> int:
+        """How many of `ids` hold every place of a picture."""
+        places = np.flatnonzero(np.isin(ids, self._placeholders.numpy()))
+        return int(places[-1]) + 1 if len(places) else 0
+
+    def load(self, directory: Path) -> None:
+        """Take the weights of another directory of the same architecture."""
+        flat, _ = flatten(_load(directory))
+        if flat.shape != self.flat.shape:
+            raise ModelError(f"{str(directory)!r} holds {len(flat)} parameters, this model has {len(self.flat)}")
+        self.flat.copy_(flat)
+
+    def save(self, directory: Path) -> None:
+        """Write a directory that `from_pretrained` loads, with the files of the processor."""
+        clones: dict[int, Tensor] = {}
+        state = self.module.state_dict()
+        for name, tensor in state.items():  # tied weights stay one tensor
+            state[name] = clones.setdefault(tensor.data_ptr(), tensor.detach().clone())
+        with quiet():
+            self.module.save_pretrained(directory, state_dict=state)
+        for name in PROCESSOR_FILES:
+            if (self.directory / name).exists() and self.directory != directory:
+                shutil.copyfile(self.directory / name, directory / name)
+
+    def _gather_gradients(self) -> None:
+        """Parameters are leaves whose gradients gather in one buffer, or none at all."""
+        at = 0
+        for parameter in _in_order(self.module):
+            parameter.requires_grad_(self.flat_grad is not None)
+            if self.flat_grad is not None:
+                parameter.grad = self.flat_grad[at : at + parameter.numel()].view_as(parameter)
+            at += parameter.numel()
+
+    def _kinds_wanted(self) -> list[str]:
+        """Inputs that tell places of pictures from text; elsewhere `token_type_ids` mean something else."""
+        names = ("mm_token_type_ids", "token_type_ids") if self.pictures is not None else ()
+        return [name for name in names if name in self._parameters]
+
+    def _places(self, ids: Tensor) -> Tensor:
+        return torch.isin(ids, self._placeholders).long()
+
+
+def flatten(module: nn.Module) -> tuple[Tensor, int]:
+    """Move the parameters into one buffer, matrices first; the buffer, and how many values matrices have."""
+    parameters = _in_order(module)
+    flat = torch.empty(sum(parameter.numel() for parameter in parameters))
+    at = 0
+    for parameter in parameters:
+        view = flat[at : at + parameter.numel()].view_as(parameter)
+        view.copy_(parameter.detach())
+        parameter.data = view
+        at += parameter.numel()
+    return flat, sum(parameter.numel() for parameter in parameters if parameter.dim() > 1)
+
+
+def _in_order(module: nn.Module) -> list[nn.Parameter]:
+    """Tied weights are one parameter."""
+    return sorted(module.parameters(), key=lambda parameter: parameter.dim() <= 1)
+
+
+def _load(directory: Path) -> Any:
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    loader = AutoModelForImageTextToText if sees_images(read_config(directory)) else AutoModelForCausalLM
+    try:
+        with quiet():
+            module, info = loader.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ModelError(f"transformers cannot load the model in {str(directory)!r}: {first_line(error)}") from None
+    if missing := sorted(info["missing_keys"]):
+        raise ModelError(f"the weights in {str(directory)!r} lack {', '.join(missing[:5])}")
+    return module.eval()

@@ -1,0 +1,106 @@
+"""A transformers model that learns: padded batches of similar length, the head only at columns where the loss is."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from areal.engine.training.engine import token_logprobs
+from areal.engine.training.packing import Span
+from areal.engine.transformers.images import Images
+from areal.engine.transformers.model import TransformersModel
+
+
+@dataclass
+class PaddedPass:
+    ids: Tensor
+    images: list[Images]
+    columns: Tensor
+    """Positions whose next token is asked for in some sequence."""
+    picks: tuple[Tensor, Tensor]
+    """Sequence and column of each asked position."""
+    targets: Tensor
+    order: Tensor
+
+    @property
+    def tokens(self) -> int:
+        return int(self.ids.numel())
+
+
+@dataclass(frozen=True)
+class _Item:
+    span: Span
+    ids: list[int]
+    """As far as they matter for what is asked."""
+    offset: int
+    """Of its first asked position among those of all spans."""
+    shape: tuple[Any, ...]
+
+
+class TransformersTraining:
+    """Implements `TrainableModel`."""
+
+    def __init__(self, model: TransformersModel) -> None:
+        assert model.flat_grad is not None, "a model that learns gathers gradients"
+        self.model = model
+        self.flat, self.flat_grad, self.matrices = model.flat, model.flat_grad, model.matrices
+
+    def passes(self, spans: Sequence[Span], max_tokens: int) -> Iterator[PaddedPass]:
+        part: list[_Item] = []
+        for item in self._items(spans):
+            if part and not self._fits(part, item, max_tokens):
+                yield self._pass(part)
+                part = []
+            part.append(item)
+        if part:
+            yield self._pass(part)
+
+    def logprobs(self, part: PaddedPass, temperatures: Tensor) -> Tensor:
+        logits = self.model.logits(part.ids, part.images, part.columns)
+        return token_logprobs(logits[part.picks], part.targets, temperatures)
+
+    def load(self, directory: Path) -> None:
+        self.model.load(directory)
+
+    def save(self, directory: Path) -> None:
+        self.model.save(directory)
+
+    def _items(self, spans: Sequence[Span]) -> list[_Item]:
+        """Spans that ask for something, those that are best computed together beside each other."""
+        offsets = np.cumsum([0, *(len(span.asked) for span in spans)])
+        pairs = zip(spans, offsets[:-1].tolist(), strict=True)
+        items = [self._item(span, offset) for span, offset in pairs if len(span.asked)]
+        return sorted(items, key=lambda item: (str(item.shape), len(item.ids)))
+
+    def _item(self, span: Span, offset: int) -> _Item:
+        self.model.check(span.ids, span.images)
+        length = max(int(span.asked[-1]), self.model.seen_length(span.ids))
+        return _Item(span, span.ids[:length].tolist(), offset, self.model.shape(span.images))
+
+    def _fits(self, part: list[_Item], item: _Item, max_tokens: int) -> bool:
+        columns = len(_columns([*part, item]))
+        fits = self.model.fits(len(part) + 1, len(item.ids), columns, max_tokens)  # its ids are the longest yet
+        return fits and item.shape == part[0].shape
+
+    def _pass(self, part: list[_Item]) -> PaddedPass:
+        columns = _columns(part)
+        sources = [item.span.asked - 1 for item in part]
+        rows = np.repeat(np.arange(len(part)), [len(each) for each in sources])
+        places = np.concatenate([np.arange(item.offset, item.offset + len(item.span.asked)) for item in part])
+        targets = np.concatenate([item.span.ids[item.span.asked] for item in part])
+        return PaddedPass(
+            ids=self.model.padded([item.ids for item in part]),
+            images=[item.span.images for item in part],
+            columns=torch.from_numpy(columns),
+            picks=(torch.from_numpy(rows), torch.from_numpy(np.searchsorted(columns, np.concatenate(sources)))),
+            targets=torch.from_numpy(targets.astype(np.int64)),
+            order=torch.from_numpy(places),
+        )
+
+
+def _columns(part: Sequence[_Item]) -> Any:
+    return np.unique(np.concatenate([item.span.asked - 1 for item in part]))

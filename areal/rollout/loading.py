@@ -1,0 +1,254 @@
+"""From an import string to the object it names, and from an object to the name that messages call it by."""
+
+# MERGED-DOC
+# The arguments that a workflow's class is constructed with: the user's, completed from the config.
+# From what a user passes as `workflow=` to an object that can run episodes.
+#
+# Import strings, classes, instances and functions are all accepted, of agents and of RolloutWorkflows. Classes are
+# constructed once per process. What cannot be found or called is refused with the reason.
+
+import difflib
+import functools
+import importlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import cloudpickle
+
+from areal.api.errors import WorkflowError
+from areal.config.rollout import GenerationHyperparameters
+from areal.utils.hf_utils import load_hf_processor, load_hf_tokenizer
+
+
+def import_object(path: str, what: str) -> Any:
+    """The object at `package.module.Name`; the import's own error is kept. `what` is the setting it came from."""
+    module_name, _, attribute = path.rpartition(".")
+    if not module_name or not attribute:
+        raise WorkflowError(f"{what} must be an import string like my_module.MyAgent, got {path!r}")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # importing runs the user's code, which may raise anything
+        raise WorkflowError(f"{what} {path!r} cannot be imported: {type(error).__name__}: {error}") from error
+    if not hasattr(module, attribute):
+        raise WorkflowError(f"{what} {path!r}: module {module_name} has no {attribute}; {_offer(module, attribute)}")
+    return getattr(module, attribute)
+
+
+def name_of(target: Any) -> str:
+    """`module.Name` of a class or function, or of an object's class; an import string is its own name."""
+    if isinstance(target, str):
+        return target
+    while isinstance(target, functools.partial):
+        target = target.func
+    named = target if hasattr(target, "__qualname__") else type(target)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+def _offer(module: ModuleType, wanted: str) -> str:
+    """What the module has to offer instead, the most similar name first."""
+    public = getattr(module, "__all__", None) or [
+        name
+        for name, value in vars(module).items()
+        if callable(value) and not name.startswith("_") and getattr(value, "__module__", None) == module.__name__
+    ]
+    if not public:
+        return "it defines no class or function"
+    near = difflib.get_close_matches(wanted, public, n=1)
+    return f"it has {', '.join(dict.fromkeys([*near, *public]))}"
+
+
+FILLED = ("gconfig", "tokenizer", "processor", "reward_fn")
+"""Arguments that a user may leave to the config; an empty string leaves one too."""
+
+
+@dataclass(frozen=True)
+class Fillers:
+    """What they are filled with."""
+
+    gconfig: GenerationHyperparameters
+    tokenizer: Any
+    """One, or the path of one."""
+    reward_fn: str = ""
+    """An import string; empty = none."""
+    processor: Any = None
+    """Of a model that sees pictures."""
+
+
+def construct(target: type, kwargs: dict[str, Any], fillers: Fillers) -> Any:
+    """`target(**kwargs)`, with what its constructor names and they lack filled in, and import strings resolved."""
+    offered = {"gconfig": fillers.gconfig, "tokenizer": fillers.tokenizer}
+    if fillers.processor is not None:
+        offered["processor"] = fillers.processor
+    if fillers.reward_fn:
+        offered["reward_fn"] = fillers.reward_fn
+    names = _named_parameters(target)
+    arguments = {name: value for name, value in offered.items() if name in names} | _given(kwargs)
+    _require_complete(target, arguments)
+    if isinstance(arguments.get("tokenizer"), str):
+        arguments["tokenizer"] = load_hf_tokenizer(_directory(arguments["tokenizer"]))
+    if isinstance(arguments.get("processor"), str):
+        arguments["processor"] = load_hf_processor(_directory(arguments["processor"]))
+    if isinstance(arguments.get("reward_fn"), str):
+        arguments["reward_fn"] = import_object(arguments["reward_fn"], "reward_fn")
+    return target(**arguments)
+
+
+def check_arguments(target: type, kwargs: dict[str, Any]) -> None:
+    """Refuse now what no config could complete."""
+    if inspect.isabstract(target):
+        missing = ", ".join(sorted(getattr(target, "__abstractmethods__", ())))
+        raise WorkflowError(f"{name_of(target)} cannot be constructed: it does not define {missing}")
+    given = _given(kwargs)
+    _require_complete(target, dict.fromkeys(_named_parameters(target) & set(FILLED)) | given)
+    if isinstance(given.get("reward_fn"), str):
+        import_object(given["reward_fn"], "reward_fn")
+
+
+def _given(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in kwargs.items() if not (name in FILLED and value == "")}
+
+
+def _named_parameters(target: type) -> set[str]:
+    """Keywords that the constructor names, or hands on by `**kwargs` to a base class that names them."""
+    names = set(inspect.signature(target).parameters)
+    for base in target.__mro__:
+        if "__init__" not in vars(base) or base is object:
+            continue
+        parameters = inspect.signature(vars(base)["__init__"]).parameters.values()
+        names |= {each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
+        if not any(each.kind is each.VAR_KEYWORD for each in parameters):
+            break
+    return names
+
+
+def _require_complete(target: type, arguments: dict[str, Any]) -> None:
+    try:
+        inspect.signature(target).bind(**arguments)
+    except TypeError as error:
+        remedy = ", or set reward_fn in the config" if "reward_fn" in str(error) else ""
+        raise WorkflowError(
+            f"{name_of(target)} cannot be constructed: {error}; its arguments are given by workflow_kwargs{remedy}"
+        ) from None
+
+
+def _directory(path: str) -> str:
+    if path.startswith("builtin:"):
+        from areal.engine.models import find_model  # makes models, so it needs torch
+
+        return str(find_model(path))
+    return path
+
+
+Workflow = Any
+"""An import string, a class, an instance or a function."""
+
+
+@dataclass(frozen=True)
+class WorkflowSpec:
+    """A workflow on its way to a worker."""
+
+    target: Workflow
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def pack(self) -> bytes:
+        """Bytes that a worker with the same import path can unpack; objects of `__main__` travel by value."""
+        try:
+            packed: bytes = cloudpickle.dumps(self)
+        except Exception as error:  # whatever a user's __reduce__ raises
+            raise WorkflowError(
+                f"{name_of(self.target)} cannot be sent to a rollout worker: {type(error).__name__}: {error}; pass its "
+                "class and make in __init__ what cannot travel"
+            ) from error
+        return packed
+
+    @classmethod
+    def unpack(cls, packed: bytes) -> "WorkflowSpec":
+        try:
+            spec: WorkflowSpec = cloudpickle.loads(packed)
+        except Exception as error:  # unpickling imports and runs the user's code
+            raise WorkflowError(
+                f"the workflow cannot be read in a rollout worker: {type(error).__name__}: {error}"
+            ) from error
+        return spec
+
+
+def check(spec: WorkflowSpec) -> None:
+    """Refuse early, in the driver, what a worker could not load."""
+    target = _resolved(spec)
+    if inspect.isclass(target):
+        check_arguments(target, spec.kwargs)
+
+
+def load(spec: WorkflowSpec, fillers: Fillers) -> Any:
+    """The object that runs episodes; `is_rollout_workflow` tells which door it has."""
+    target = _resolved(spec)
+    if not inspect.isclass(target):
+        return target
+    try:
+        return construct(target, spec.kwargs, fillers)
+    except WorkflowError:
+        raise
+    except Exception as error:
+        where = _last_place(error)
+        raise WorkflowError(
+            f"{name_of(target)} could not be constructed: {type(error).__name__}: {error} ({where})"
+        ) from error
+
+
+def is_agent(spec: WorkflowSpec) -> bool:
+    """Whether a spec means an agent and no RolloutWorkflow; constructs nothing."""
+    return not is_rollout_workflow(_resolved(spec))
+
+
+def is_rollout_workflow(workflow: Any) -> bool:
+    """Whether it is called with the engine: it has `arun_episode`, or is a function that takes `engine` first."""
+    if hasattr(workflow, "arun_episode"):
+        return True
+    return inspect.isfunction(workflow) and next(iter(inspect.signature(workflow).parameters), "") == "engine"
+
+
+def episode_function(workflow: Any) -> Callable[..., Any]:
+    """What is called for an episode of a RolloutWorkflow."""
+    function: Callable[..., Any] = getattr(workflow, "arun_episode", workflow)
+    return function
+
+
+def agent_function(agent: Any) -> Callable[..., Any]:
+    """What is called for an episode of an agent: its `run`, or the agent itself."""
+    function: Callable[..., Any] = getattr(agent, "run", agent)
+    return function
+
+
+def _resolved(spec: WorkflowSpec) -> Any:
+    """The class, instance or function that a spec means, if it can run an episode."""
+    target = import_object(spec.target, "workflow") if isinstance(spec.target, str) else spec.target
+    if not _has_door(target):
+        raise WorkflowError(
+            f"{name_of(target)} cannot run an episode; an agent has `async def run(self, data, **extra_kwargs)`, "
+            "a RolloutWorkflow has `async def arun_episode(self, engine, data)`"
+        )
+    if spec.kwargs and not inspect.isclass(target):
+        raise WorkflowError(
+            f"workflow_kwargs are constructor arguments, but {name_of(target)} is no class; pass its class or leave "
+            f"out {', '.join(spec.kwargs)}"
+        )
+    return target
+
+
+def _has_door(target: Any) -> bool:
+    if any(callable(getattr(target, door, None)) for door in ("arun_episode", "run")):
+        return True
+    if inspect.isclass(target):
+        return any("__call__" in vars(base) for base in target.__mro__)
+    return callable(target)
+
+
+def _last_place(error: BaseException) -> str:
+    """`file:line` of the innermost frame: the worker's traceback does not travel."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}" if trace is not None else "no traceback"

@@ -1,0 +1,189 @@
+"""What runs in an agent's own process: the agent, made once, and its episodes, one at a time.
+
+Owns the environment an episode's clients read and the way its outcome travels back. Refuses to decide about deadlines:
+the parent kills the process.
+"""
+
+# MERGED-DOC
+# Episodes of an agent in processes of its own: one that crashes or hangs takes down nothing but its episode.
+#
+# The agent reaches its session over TCP. An episode waits for a free process before its session is opened and its
+# deadline begins; cancelling it kills the process.
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from areal.api.errors import AgentFailed, EpisodeRejected, EpisodeTimeout, RejectReason, WorkflowError
+from areal.api.messages import Episode
+from areal.config.rollout import AgentConfig, GenerationHyperparameters
+from areal.infra import workflow_context
+from areal.infra.workflow_context import WorkflowContext
+from areal.proxy import Proxy, Session
+from areal.rollout.episodes import Digests, accepted_keywords, call, user_trace
+from areal.rollout.loading import Fillers, WorkflowSpec, agent_function, load
+from areal.rollout.runners.agent import client_environment, environment, harvest
+from areal.utils import stats_tracker
+from areal.utils.process_pool.pool import CallCrashed, CallError, CallFailed, CallTimeout, PackedFunction, ProcessPool
+
+
+@dataclass(frozen=True)
+class AgentTask:
+    """One episode on its way to an agent's process."""
+
+    data: dict[str, Any]
+    is_eval: bool
+    task_id: int | None
+    base_url: str
+    api_key: str
+
+
+@dataclass(frozen=True)
+class AgentOutcome:
+    reward: Any
+    stats: dict[str, list[float]]
+    """Every number that the episode recorded."""
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The episode ended by an `EpisodeRejected`, whose type need not exist in the parent."""
+
+    reason: RejectReason
+    kind: str
+    text: str
+    trace: str
+
+
+@dataclass(frozen=True)
+class AgentParcel:
+    """An agent as it travels: where it is unpickled it becomes an `AgentRunner`, with the agent made."""
+
+    workflow: bytes
+    fillers: Fillers
+    """With the tokenizer's path in place of the tokenizer."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _open, (self.workflow, self.fillers)
+
+
+class AgentHost:
+    def __init__(self, agent: Any) -> None:
+        self._run = agent_function(agent)
+        self._accepts = accepted_keywords(self._run)
+
+    def __call__(self, task: AgentTask | None) -> AgentOutcome | Refused | None:
+        """Play an episode; None asks for nothing more than that the agent is there."""
+        if task is None:
+            return None
+        with environment(client_environment(task.base_url, task.api_key)):
+            return asyncio.run(self._play(task))
+
+    async def _play(self, task: AgentTask) -> AgentOutcome | Refused:
+        keywords = {name: getattr(task, name) for name in ("base_url", "api_key") if self._accepts(name)}
+        context = WorkflowContext(task.is_eval, task.task_id, task.base_url, task.api_key)
+        with workflow_context.enter(context), stats_tracker.collect() as stats:
+            try:
+                reward = await call(self._run, task.data, **keywords)
+            except EpisodeRejected as error:
+                return Refused(error.reason, type(error).__qualname__, str(error), user_trace(error.__cause__))
+        return AgentOutcome(_plain(reward), dict(stats.values))
+
+
+def _open(workflow: bytes, fillers: Fillers) -> AgentHost:
+    return AgentHost(load(WorkflowSpec.unpack(workflow), fillers))
+
+
+def _plain(reward: Any) -> Any:
+    """Scalars of numpy and torch as Python's own, so that the parent needs neither library to read them."""
+    if isinstance(reward, Mapping):
+        return {key: _plain(value) for key, value in reward.items()}
+    return reward.item() if hasattr(reward, "item") and getattr(reward, "ndim", None) == 0 else reward
+
+
+LOAD_SECONDS = 240.0
+"""Starting a process and constructing the agent in it."""
+READY_SECONDS = 30.0
+
+
+class AgentPool:
+    """The processes that all agents of a rollout worker share; belongs to one event loop."""
+
+    def __init__(self, size: int) -> None:
+        self.processes = ProcessPool(size, load_seconds=LOAD_SECONDS)
+        self.free = asyncio.Semaphore(size)
+
+    async def run(self, agent: PackedFunction, task: AgentTask | None, seconds: float) -> Any:
+        """Raises CallError. Cancelling it kills the process."""
+        return await asyncio.wrap_future(self.processes.submit(agent, (task,), timeout_seconds=seconds))
+
+    async def aclose(self) -> None:
+        """Kill every process."""
+        await asyncio.to_thread(self.processes.close)
+
+
+class SubprocessRunner:
+    def __init__(
+        self,
+        name: str,
+        parcel: AgentParcel,
+        pool: AgentPool,
+        proxy: Proxy,
+        config: AgentConfig,
+        gconfig: GenerationHyperparameters,
+    ) -> None:
+        """The proxy must be running."""
+        self.name = name
+        self._agent = replace(PackedFunction.of(parcel), name=name)  # type: ignore[arg-type]  # callable when unpacked
+        self._pool = pool
+        self._proxy = proxy
+        self._config = config
+        self._gconfig = gconfig
+
+    async def prepare(self) -> None:
+        """Make the agent in a first process, so that one which cannot be made is refused before any episode."""
+        try:
+            await self._pool.run(self._agent, None, READY_SECONDS)
+        except CallFailed as error:
+            raise WorkflowError(error.text) from error
+        except CallError as error:
+            raise WorkflowError(f"the agent's process could not be set up: {error}") from error
+
+    async def play(
+        self, data: dict[str, Any], context: WorkflowContext, *, greedy: bool, seconds: float
+    ) -> tuple[Episode | None, Digests]:
+        async with self._pool.free:
+            session = self._proxy.open_session(gconfig=self._gconfig.new(greedy=True) if greedy else self._gconfig)
+            try:
+                played = await self._run(_task(data, context, session), seconds)
+            finally:
+                await self._proxy.end_session(session)
+        for name, values in played.stats.items():
+            for value in values:
+                stats_tracker.scalar(**{name: value})
+        return harvest(session.tree, played.reward, self.name, self._config), session.tree.digests
+
+    async def _run(self, task: AgentTask, seconds: float) -> AgentOutcome:
+        try:
+            outcome: AgentOutcome | Refused = await self._pool.run(self._agent, task, seconds)
+        except CallTimeout as error:
+            raise EpisodeTimeout(f"{error} (rollout.agent.timeout_seconds={seconds:g})") from None
+        except CallCrashed as error:
+            raise AgentFailed(str(error)) from None
+        except CallFailed as error:
+            raise AgentFailed(str(error)) from error
+        if isinstance(outcome, Refused):
+            raise self._rejection(outcome)
+        return outcome
+
+    def _rejection(self, refused: Refused) -> EpisodeRejected:
+        rejection = EpisodeRejected(refused.text)
+        rejection.reason = refused.reason
+        if refused.trace:
+            rejection.__cause__ = CallFailed(self.name, refused.kind, refused.text, refused.trace)
+        return rejection
+
+
+def _task(data: dict[str, Any], context: WorkflowContext, session: Session) -> AgentTask:
+    return AgentTask(data, context.is_eval, context.task_id, session.base_url, session.api_key)

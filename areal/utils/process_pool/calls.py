@@ -1,0 +1,151 @@
+"""How a call in a worker process can end other than with its result.
+
+CallError
+├── CallTimeout        it ran past its deadline and its process was killed
+├── CallCrashed        its process ended under it
+│   └── CallExhausted  it needed more memory than its process may have
+├── CallFailed         it raised; carries the exception as text, because a remote one may not exist here
+│   └── LoadFailed     it never began: its module or its arguments cannot be loaded in a worker process
+└── PoolClosed         the pool was closed before it finished
+"""
+
+# MERGED-DOC
+# A call on its way to a worker process: the packed function, the packed arguments, and the future it settles.
+
+import hashlib
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Protocol, Self
+
+import cloudpickle
+
+from areal.utils.process_pool.channel import DIGEST_BYTES
+
+
+class CallError(Exception):
+    """A call to a worker process has no result."""
+
+
+class CallTimeout(CallError):
+    """The call ran past its deadline and its process was killed."""
+
+
+class CallCrashed(CallError):
+    """The call's process ended under it."""
+
+
+class CallExhausted(CallCrashed):
+    """The call needed more memory than its process may have, so that was ended."""
+
+
+class PoolClosed(CallError):
+    """The pool was closed before the call finished."""
+
+
+class CallFailed(CallError):
+    """The function raised, or it, its arguments or its result cannot travel between processes."""
+
+    _VERB = "raised"
+
+    def __init__(self, function: str, kind: str, text: str, trace: str = "") -> None:
+        super().__init__(f"{function} {self._VERB} {kind}: {text}")
+        self.function = function
+        self.kind = kind
+        """Name of the exception's type."""
+        self.text = text
+        """The exception's own message."""
+        self.trace = trace
+        """The traceback as the worker process saw it."""
+        if trace:
+            self.add_note(f"In the worker process:\n{trace.rstrip()}")
+
+    def __reduce__(self) -> tuple[type[Self], tuple[str, str, str, str]]:
+        return type(self), (self.function, self.kind, self.text, self.trace)
+
+
+class LoadFailed(CallFailed):
+    """The function's module, or its arguments, raised while a worker process loaded them; the call never began."""
+
+    _VERB = "could not be loaded in a worker process:"
+
+
+class Killable(Protocol):
+    def kill(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class PackedFunction:
+    """A function in bytes. Pack once and submit often: a worker process unpacks each digest once."""
+
+    name: str
+    payload: bytes
+    digest: bytes
+
+    @classmethod
+    def of(cls, function: Callable[..., Any]) -> "PackedFunction":
+        name = function_name(function)
+        payload = _pack(function, name, "itself")
+        return cls(name, payload, hashlib.blake2b(payload, digest_size=DIGEST_BYTES).digest())
+
+    def pack_arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
+        return _pack((tuple(args), dict(kwargs)), self.name, "its arguments")
+
+
+class PoolCall:
+    """Stays cancellable until it is settled: cancelling one that runs kills the process it runs in."""
+
+    def __init__(self, function: PackedFunction, body: bytes, timeout_seconds: float) -> None:
+        self.function = function
+        self.body = body
+        self.timeout_seconds = timeout_seconds
+        self.alone = False
+        """Not to be sent with others, since a process that had it among others ended before any began."""
+        # Never marked as running before it is settled, since a running Future cannot be cancelled.
+        self.future: Future[Any] = Future()
+        self._lock = threading.Lock()
+        self._process: Killable | None = None
+        self.future.add_done_callback(self._done)
+
+    def enter(self, process: Killable) -> None:
+        """From now until `leave`, cancelling kills `process`."""
+        with self._lock:
+            self._process = process
+            if self.future.cancelled():
+                process.kill()
+
+    def leave(self) -> None:
+        with self._lock:
+            self._process = None
+
+    def settle(self, result: Any = None, error: BaseException | None = None) -> None:
+        """Give the future its end, unless it was cancelled."""
+        if not self.future.set_running_or_notify_cancel():
+            return
+        if error is not None:
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(result)
+
+    def _done(self, future: "Future[Any]") -> None:
+        if future.cancelled():
+            with self._lock:
+                if self._process is not None:
+                    self._process.kill()
+
+
+def function_name(function: Callable[..., Any]) -> str:
+    function = getattr(function, "func", function)  # functools.partial
+    name = getattr(function, "__qualname__", None) or type(function).__qualname__
+    module = getattr(function, "__module__", None)
+    return f"{module}.{name}" if module else name
+
+
+def _pack(value: Any, name: str, what: str) -> bytes:
+    try:
+        packed: bytes = cloudpickle.dumps(value)
+    except Exception as error:  # whatever a user's __reduce__ raises
+        text = f"{what} cannot be sent to a worker process ({error}); pass plain data"
+        raise CallFailed(name, type(error).__name__, text) from error
+    return packed
