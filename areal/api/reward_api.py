@@ -6,18 +6,16 @@ reward is decided where rewards are given.
 """
 
 import asyncio
-import inspect
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import partial
 from typing import Any
 
 from areal.api.errors import RewardInvalid, RewardTimeout
 from areal.config.errors import require
+from areal.utils.callables import is_async, name_of
 from areal.utils.logging import getLogger
-from areal.utils.process_pool.calls import function_name
 from areal.utils.process_pool.pool import (
     SHARED,
     CallCrashed,
@@ -100,7 +98,7 @@ class AsyncRewardWrapper:
         self.limits = limits
         self.counts: Counter[str] = Counter()
         """Calls of this process by `Outcome`."""
-        self._is_async = _is_async(reward_fn)
+        self._is_async = is_async(reward_fn)
         self._packed: PackedFunction | None = None
 
     async def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -127,7 +125,7 @@ class AsyncRewardWrapper:
         return await pool.run(self._packed, args, kwargs, timeout_seconds=self.timeout_seconds)
 
     async def _await_in_loop(self, *args: Any, **kwargs: Any) -> Any:
-        name = function_name(self.reward_fn)
+        name = name_of(self.reward_fn)
         deadline = asyncio.timeout(self.timeout_seconds)
         try:
             async with deadline:
@@ -151,9 +149,3 @@ class AsyncRewardWrapper:
 
 def _outcome(failure: CallError) -> Outcome:
     return next((outcome for kind, outcome in _OUTCOMES if isinstance(failure, kind)), Outcome.EXCEPTION)
-
-
-def _is_async(function: Callable[..., Any]) -> bool:
-    while isinstance(function, partial):
-        function = function.func
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004

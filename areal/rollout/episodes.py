@@ -22,6 +22,7 @@ from areal.api.messages import Episode, Rejection
 from areal.infra.stalls import LoopBlocked
 from areal.infra.workflow_context import WorkflowContext
 from areal.utils import stats_tracker
+from areal.utils.callables import is_async
 from areal.utils.logging import getLogger
 
 GRACE_SECONDS = 5.0
@@ -56,10 +57,6 @@ async def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return await function(*args, **kwargs)
     result = await _in_thread(function, *args, **kwargs)
     return await result if inspect.isawaitable(result) else result
-
-
-def is_async(function: Callable[..., Any]) -> bool:
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
 def accepted_keywords(function: Callable[..., Any]) -> Callable[[str], bool]:

@@ -8,7 +8,6 @@
 # constructed once per process. What cannot be found or called is refused with the reason.
 
 import difflib
-import functools
 import importlib
 import inspect
 from collections.abc import Callable
@@ -20,6 +19,7 @@ import cloudpickle
 
 from areal.api.errors import WorkflowError
 from areal.config.rollout import GenerationHyperparameters
+from areal.utils.callables import name_of
 from areal.utils.hf_utils import load_hf_processor, load_hf_tokenizer
 
 
@@ -35,16 +35,6 @@ def import_object(path: str, what: str) -> Any:
     if not hasattr(module, attribute):
         raise WorkflowError(f"{what} {path!r}: module {module_name} has no {attribute}; {_offer(module, attribute)}")
     return getattr(module, attribute)
-
-
-def name_of(target: Any) -> str:
-    """`module.Name` of a class or function, or of an object's class; an import string is its own name."""
-    if isinstance(target, str):
-        return target
-    while isinstance(target, functools.partial):
-        target = target.func
-    named = target if hasattr(target, "__qualname__") else type(target)
-    return f"{named.__module__}.{named.__qualname__}"
 
 
 def _offer(module: ModuleType, wanted: str) -> str:

@@ -30,11 +30,12 @@ from areal.infra.stalls import StallBook, StallWatch, over, so_far
 from areal.infra.workflow_context import WorkflowContext
 from areal.proxy import NO_SESSION_KEY, Proxy
 from areal.rollout.episodes import Digests, Runner, call, run_episode
-from areal.rollout.loading import Fillers, WorkflowSpec, is_agent, is_rollout_workflow, load, name_of
+from areal.rollout.loading import Fillers, WorkflowSpec, is_agent, is_rollout_workflow, load
 from areal.rollout.runners.agent import AgentRunner, environment
 from areal.rollout.runners.online import OnlineRunner
 from areal.rollout.runners.subprocess import AgentParcel, AgentPool, SubprocessRunner
 from areal.rollout.runners.workflow import WorkflowRunner
+from areal.utils.callables import name_of
 from areal.utils.hf_utils import load_hf_processor, load_hf_tokenizer
 from areal.utils.logging import getLogger
 

@@ -16,8 +16,8 @@ from areal.api.engine_api import InferenceEngine
 from areal.api.errors import AgentFailed, EpisodeRejected, NoInteractions, RewardInvalid, WorkflowError
 from areal.api.workflow_api import RolloutWorkflow
 from areal.config.rollout import GenerationHyperparameters as EngineSettings
-from areal.rollout.loading import name_of
 from areal.trajectory.rendering import Renderer
+from areal.utils.callables import name_of
 from realhf.api.core.agent_api import Agent, EnvironmentService, GenerationHyperparameters, SequenceSample, make
 from realhf.episode.generations import GenerationService
 from realhf.episode.tasks import qid_of

@@ -18,9 +18,10 @@ from areal.infra.rpc.connect import serve
 from areal.infra.rpc.wire import api_wire
 from areal.infra.workflow_context import WorkflowContext
 from areal.rollout.episodes import run_episode
-from areal.rollout.loading import Fillers, WorkflowSpec, name_of
+from areal.rollout.loading import Fillers, WorkflowSpec
 from areal.rollout.runners.subprocess import AgentParcel, AgentPool, SubprocessRunner
 from areal.rollout.worker import RolloutWorker, WorkerSetup
+from areal.utils.callables import name_of
 
 
 @pytest.fixture

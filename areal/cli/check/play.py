@@ -35,12 +35,12 @@ from areal.rollout.loading import (
     is_agent,
     is_rollout_workflow,
     load,
-    name_of,
 )
 from areal.rollout.runners.agent import AgentRunner, environment
 from areal.rollout.runners.subprocess import AgentParcel, AgentPool, SubprocessRunner
 from areal.rollout.runners.workflow import WorkflowRunner
 from areal.trajectory import Tree
+from areal.utils.callables import name_of
 from areal.utils.process_pool.pool import CallError, ProcessPool
 
 ENGINES = ("builtin", "fake")

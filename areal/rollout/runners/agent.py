@@ -18,8 +18,9 @@ from areal.infra import workflow_context
 from areal.infra.workflow_context import WorkflowContext
 from areal.proxy import Proxy, Session
 from areal.rollout.episodes import Digests, accepted_keywords, bounded, call
-from areal.rollout.loading import agent_function, name_of
+from areal.rollout.loading import agent_function
 from areal.trajectory import Tree, assign_reward, export, transcript
+from areal.utils.callables import name_of
 from areal.utils.net import bypass_proxies
 
 

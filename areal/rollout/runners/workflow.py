@@ -27,7 +27,8 @@ from areal.infra import workflow_context
 from areal.infra.workflow_context import WorkflowContext
 from areal.proxy import Interaction
 from areal.rollout.episodes import Digests, bounded, call
-from areal.rollout.loading import episode_function, name_of
+from areal.rollout.loading import episode_function
+from areal.utils.callables import name_of
 
 
 def is_interactions(result: Any) -> TypeGuard[Mapping[str, Interaction]]:

@@ -21,6 +21,7 @@ from typing import Any, Protocol, Self
 
 import cloudpickle
 
+from areal.utils.callables import name_of
 from areal.utils.process_pool.channel import DIGEST_BYTES
 
 
@@ -85,7 +86,7 @@ class PackedFunction:
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> "PackedFunction":
-        name = function_name(function)
+        name = name_of(function)
         payload = _pack(function, name, "itself")
         return cls(name, payload, hashlib.blake2b(payload, digest_size=DIGEST_BYTES).digest())
 
@@ -133,13 +134,6 @@ class PoolCall:
             with self._lock:
                 if self._process is not None:
                     self._process.kill()
-
-
-def function_name(function: Callable[..., Any]) -> str:
-    function = getattr(function, "func", function)  # functools.partial
-    name = getattr(function, "__qualname__", None) or type(function).__qualname__
-    module = getattr(function, "__module__", None)
-    return f"{module}.{name}" if module else name
 
 
 def _pack(value: Any, name: str, what: str) -> bytes:

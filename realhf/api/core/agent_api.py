@@ -17,7 +17,7 @@ from typing import Any
 from areal.api.errors import WorkflowError
 from areal.config import rollout as generation
 from areal.config.errors import require
-from areal.rollout.loading import name_of
+from areal.utils.callables import name_of
 
 
 class Registry:
