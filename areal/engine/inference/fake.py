@@ -1,15 +1,14 @@
 """A deterministic engine without a model, for tests of everything around one. Needs no torch.
 
-Its tokens are a function of the prompt and the request's seed, or what `script` says; it produces one token per request
-and turn of the event loop, so pauses, weight swaps and cancellations fall between tokens as they do in a real engine.
+Its tokens are a function of the prompt and the request's seed, or what `script` returns. It produces one token per
+request and turn of the event loop, so pauses, weight swaps and cancellations fall between tokens as they do in a real
+engine. `hold` and `failure` make it slow or broken where a test wants it to be.
 """
 
 import asyncio
 import hashlib
 import math
-from collections import abc
-from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 from areal.api.engine_api import EngineHealth, WeightUpdate
@@ -18,12 +17,14 @@ from areal.api.io_struct import ModelRequest, ModelResponse, StopReason, TokenCh
 from areal.engine.inference.grammar import GrammarCompiler
 from areal.engine.inference.sequence import SequenceState
 
-Script = Callable[[abc.Sequence[int]], abc.Sequence[int]]
+Script = Callable[[Sequence[int]], Sequence[int]]
 """Prompt ids -> the ids to answer with."""
+Failure = Exception | Callable[[ModelRequest], Exception | None]
+"""What to raise for every request, or for those where the function returns something."""
 
 
 class FakeEngine:
-    """Implements `InferenceEngine`."""
+    """Implements `InferenceEngine`. What it does next can be changed at any time through its public attributes."""
 
     def __init__(
         self,
@@ -32,34 +33,65 @@ class FakeEngine:
         max_positions: int = 8192,
         script: Script | None = None,
         tokenizer: Any = None,
+        constrained: bool = True,
+        hold: asyncio.Event | None = None,
+        failure: Failure | None = None,
+        interrupt_at: int = 0,
     ) -> None:
-        """`tokenizer` is needed for stop texts and grammars only. A script's end is a stop, whatever its last token."""
+        """`tokenizer` is needed for stop texts and grammars only."""
+        self.script = script
+        """The end of a script is a stop, whatever its last token; an empty one is an answer without tokens."""
+        self.hold = hold
+        """Requests wait for this event before token `interrupt_at`."""
+        self.failure = failure
+        """Requests fail with this before token `interrupt_at`, once they are not held any more."""
+        self.interrupt_at = interrupt_at
+        """Number of the token; 0 is the first."""
+        self.requests: list[ModelRequest] = []
+        """All that have come so far."""
         self._vocab_size = vocab_size
         self._max_positions = max_positions
-        self._script = script
         self._tokenizer = tokenizer
+        self._constrained = constrained
+        """False ignores grammars, as engines without constrained decoding do."""
         self._version = 0
         self._digests = {0: "fake-0"}
         self._going = asyncio.Event()
         self._going.set()
         self._sequences: set[SequenceState] = set()
+        self._in_flight_changed = asyncio.Event()
         self._closed = False
         self._grammars = GrammarCompiler(tokenizer, vocab_size)
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
-        with self._admitted(req) as (sequence, scripted):
-            reason = None
-            while reason is None:
-                reason = await self._draw(sequence, scripted)
-            return sequence.response(reason, self._digests)
+        response = None
+        async for chunk in self.astream(req):
+            response = chunk.response
+        assert response is not None
+        return response
 
     async def astream(self, req: ModelRequest) -> AsyncGenerator[TokenChunk, None]:
-        with self._admitted(req) as (sequence, scripted):
-            reason = None
+        self.requests.append(req)
+        self._check_alive()
+        sequence = SequenceState.of(
+            req, vocab_size=self._vocab_size, max_positions=self._max_positions, tokenizer=self._tokenizer
+        )
+        if req.grammar is not None and self._constrained:
+            sequence.grammar = self._grammars.begin_now(req.grammar)
+        self._sequences.add(sequence)
+        self._in_flight_changed.set()
+        try:
+            scripted = None if self.script is None else list(self.script(req.input_ids))
+            sent, reason = 0, None
             while reason is None:
-                reason = await self._draw(sequence, scripted)
+                await self._turn(req, sequence)
+                reason = self._draw(sequence) if scripted is None else self._draw_scripted(sequence, scripted)
                 response = None if reason is None else sequence.response(reason, self._digests)
-                yield sequence.chunk(sequence.drawn - 1, response)
+                yield sequence.chunk(sent, response)
+                sent = sequence.drawn
+        finally:
+            self._sequences.discard(sequence)
+            self._in_flight_changed.set()
 
     async def update_weights(self, update: WeightUpdate) -> None:
         self._check_alive()
@@ -88,33 +120,46 @@ class FakeEngine:
     async def aclose(self) -> None:
         self._closed = True
         self._going.set()
+        if self.hold is not None:
+            self.hold.set()
 
-    @contextmanager
-    def _admitted(self, req: ModelRequest) -> Iterator[tuple[SequenceState, list[int] | None]]:
-        """The request on its way, and what to answer if that is scripted."""
-        self._check_alive()
-        sequence = SequenceState.of(
-            req, vocab_size=self._vocab_size, max_positions=self._max_positions, tokenizer=self._tokenizer
-        )
-        if req.grammar is not None:
-            sequence.grammar = self._grammars.begin_now(req.grammar)
-        self._sequences.add(sequence)
-        try:
-            yield sequence, list(self._script(req.input_ids)) if self._script else None
-        finally:
-            self._sequences.discard(sequence)
+    @property
+    def in_flight(self) -> int:
+        """Requests that have come and not ended, held ones included."""
+        return len(self._sequences)
 
-    async def _draw(self, sequence: SequenceState, scripted: list[int] | None) -> StopReason | None:
+    async def until_in_flight(self, count: int, *, timeout_seconds: float = 20) -> None:
+        """Wait until exactly that many requests are in flight."""
+        async with asyncio.timeout(timeout_seconds):
+            while self.in_flight != count:
+                self._in_flight_changed.clear()
+                await self._in_flight_changed.wait()
+
+    async def _turn(self, req: ModelRequest, sequence: SequenceState) -> None:
+        """Return when the request may draw its next token."""
         await asyncio.sleep(0)
+        interrupted = sequence.drawn == self.interrupt_at
+        if interrupted and self.hold is not None:
+            await self.hold.wait()
         while not self._going.is_set():  # it may be cleared again before this task's turn
             await self._going.wait()
         self._check_alive()
-        if scripted is not None:
-            return self._draw_scripted(sequence, scripted)
-        return sequence.append(self._token(sequence), self._logprob(sequence), self._version)
+        if interrupted:
+            failure = self.failure(req) if callable(self.failure) else self.failure
+            if failure is not None:
+                raise failure
+
+    def _draw(self, sequence: SequenceState) -> StopReason | None:
+        token = self._hash(sequence) % self._vocab_size
+        banned = sequence.banned(self._vocab_size)
+        while banned is not None and banned[token]:
+            token = (token + 1) % self._vocab_size
+        return sequence.append(token, self._logprob(sequence), self._version)
 
     def _draw_scripted(self, sequence: SequenceState, scripted: list[int]) -> StopReason | None:
         """A script may draw stop tokens early, but not break a grammar."""
+        if not scripted:
+            return "stop"
         token, last = scripted[sequence.drawn], sequence.drawn + 1 == len(scripted)
         grammar = sequence.grammar
         if grammar is not None and not grammar.allowed(sequence.stops)[token]:
@@ -123,13 +168,6 @@ class FakeEngine:
         if last and reason is None and grammar is not None and not grammar.may_end:
             raise RequestError(f"the script ends before {grammar.origin} does; script a whole answer")
         return "stop" if last else reason
-
-    def _token(self, sequence: SequenceState) -> int:
-        token = self._hash(sequence) % self._vocab_size
-        banned = sequence.banned(self._vocab_size)
-        while banned is not None and banned[token]:
-            token = (token + 1) % self._vocab_size
-        return token
 
     def _logprob(self, sequence: SequenceState) -> float:
         return math.log((self._hash(sequence) % 1000 + 1) / 1001)
