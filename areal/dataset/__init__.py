@@ -1,4 +1,4 @@
-"""Tasks: built-in ones made on the spot, and the user's own."""
+"""Tasks: built-in ones, generated on demand, and the user's own."""
 
 from areal.dataset.sources import TaskSource, get_custom_dataset, read_tasks
 

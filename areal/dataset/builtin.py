@@ -1,19 +1,11 @@
-"""Built-in tasks, posed as chat `messages` with an `answer`.
+"""Built-in tasks, each a chat with `messages` and an `answer`; `builtin:NAME` names one of TASKS.
 
-A task is a numbered space of problems. Which split a problem belongs to is decided by a hash of its text, so splits are
+A task is a numbered space of problems. A hash of a problem's content decides which split it belongs to, so splits are
 disjoint whatever their size, and no arithmetic on the number can skew them.
 """
 
-# MERGED-DOC
-# `builtin:countdown`: reach a target with the given numbers, each used once: `Make 13 from 4 8 17` → `4-8+17`.
-#
-# Three numbers from 1 to 20, joined by + and -. Most targets can be reached in several ways, so a task carries `numbers`
-# and `target` for `areal.reward.countdown_reward` to check any of them; `answer` is one of the ways.
-# `builtin:shapes`: pictures of a few shapes in one colour, to be counted and named.
-#
-# A picture is drawn from its number when it is asked for. Needs Pillow, which comes with matplotlib.
-
 import base64
+import functools
 import hashlib
 import operator
 import random
@@ -21,23 +13,44 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from io import BytesIO
 from itertools import combinations_with_replacement, product
-from typing import Any, Literal, Protocol
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 Split = Literal["train", "valid", "test"]
 SPLITS: dict[Split, range] = {"test": range(0, 20), "valid": range(20, 30), "train": range(30, 100)}
 """Percentiles of the hash that each split takes."""
 
 
-class Posed(Protocol):
-    """A problem as a task."""
+class Posable(Protocol):
+    """A problem that can be posed as a task."""
+
+    @property
+    def split_key(self) -> str:
+        """The text whose hash decides the split."""
+        ...
 
     def as_task(self) -> dict[str, Any]: ...
 
 
-class BuiltinTask(Protocol):
-    """What `builtin:NAME` needs of a task; `ProceduralTask` is one."""
+P = TypeVar("P", bound=Posable, covariant=True)
 
-    def problems(self, split: Split, seed: int = 0) -> Iterator[Posed]: ...
+
+@dataclass(frozen=True)
+class ProceduralTask(Generic[P]):
+    size: int
+    """Problems are numbered 0 … size - 1."""
+    problem: Callable[[int], P]
+    """The problem with a given number."""
+
+    def problems(self, split: Split, seed: int = 0) -> Iterator[P]:
+        """Every problem of a split, in an order drawn from `seed`."""
+        order = list(range(self.size))
+        random.Random(seed).shuffle(order)
+        return (problem for problem in map(self.problem, order) if split_of(problem) == split)
+
+
+def split_of(problem: Posable) -> Split:
+    percentile = int.from_bytes(hashlib.blake2b(problem.split_key.encode(), digest_size=8).digest()) % 100
+    return next(split for split, share in SPLITS.items() if percentile in share)
 
 
 @dataclass(frozen=True)
@@ -45,26 +58,16 @@ class Problem:
     question: str
     answer: str
 
+    @property
+    def split_key(self) -> str:
+        return self.question
+
     def as_task(self) -> dict[str, Any]:
         return {"messages": [{"role": "user", "content": self.question}], "answer": self.answer}
 
 
-@dataclass(frozen=True)
-class ProceduralTask:
-    size: int
-    """Problems are numbered 0 … size - 1."""
-    problem: Callable[[int], Problem]
-
-    def problems(self, split: Split, seed: int = 0) -> Iterator[Problem]:
-        """Every problem of a split, in an order drawn from `seed`."""
-        order = list(range(self.size))
-        random.Random(seed).shuffle(order)
-        return (problem for problem in map(self.problem, order) if split_of(problem) == split)
-
-
-def split_of(problem: Problem) -> Split:
-    percentile = int.from_bytes(hashlib.blake2b(problem.question.encode(), digest_size=8).digest()) % 100
-    return next(split for split, share in SPLITS.items() if percentile in share)
+_OPERATORS = (("+", operator.add), ("-", operator.sub), ("*", operator.mul))
+_TWO_OPERANDS, _THREE_OPERANDS = 3 * 40 * 40, 9 * 1000
 
 
 def _sort_digits(number: int) -> Problem:
@@ -96,39 +99,22 @@ def _three_operands(number: int) -> Problem:
 
 
 def _two_or_three_operands(number: int) -> Problem:
-    return _two_operands(number) if number < _TWO else _three_operands(number - _TWO)
+    return _two_operands(number) if number < _TWO_OPERANDS else _three_operands(number - _TWO_OPERANDS)
 
 
-_OPERATORS = (("+", operator.add), ("-", operator.sub), ("*", operator.mul))
-_TWO, _THREE = 3 * 40 * 40, 9 * 1000
-
-TASKS = {
-    "sort-digits": ProceduralTask(10_000, _sort_digits),
-    "sums": ProceduralTask(10_000, _sum),
-    "arithmetic": ProceduralTask(_TWO + _THREE, _two_or_three_operands),
-    "arithmetic-2": ProceduralTask(_TWO, _two_operands),
-    "arithmetic-3": ProceduralTask(_THREE, _three_operands),
-}
-"""The built-in tasks that live here, by name."""
-
-ELSEWHERE = ("countdown", "shapes")
-
-
-def find_task(name: str) -> BuiltinTask | None:
-    """The built-in task of that name; None if there is none."""
-    if name == "countdown":
-        return COUNTDOWN
-    if name == "shapes":
-        return SHAPES
-    return TASKS.get(name)
-
-
-COUNT = 3
-LARGEST = 20
+_COUNTDOWN_NUMBERS = 3
+_COUNTDOWN_LARGEST = 20
+_COUNTDOWN_SIZE = 5740
 
 
 @dataclass(frozen=True)
 class CountdownProblem(Problem):
+    """Reach a target with three numbers from 1 to 20, each used once: `Make 13 from 4 8 17` → `4-8+17`.
+
+    Most targets can be reached in several ways, so the task carries `numbers` and `target`, with which
+    `areal.reward.countdown_reward` accepts any of them; `answer` is one of the ways, with + and - only.
+    """
+
     numbers: tuple[int, ...]
     target: int
 
@@ -136,31 +122,33 @@ class CountdownProblem(Problem):
         return {**super().as_task(), "numbers": list(self.numbers), "target": self.target}
 
 
-def _problems() -> Iterator[CountdownProblem]:
+def _countdown(number: int) -> CountdownProblem:
+    return _countdown_problems()[number]
+
+
+@functools.cache
+def _countdown_problems() -> tuple[CountdownProblem, ...]:
     """Every choice of numbers with every target that it reaches."""
-    for numbers in combinations_with_replacement(range(1, LARGEST + 1), COUNT):
+    problems = []
+    for numbers in combinations_with_replacement(range(1, _COUNTDOWN_LARGEST + 1), _COUNTDOWN_NUMBERS):
         reached: set[int] = set()
-        for signs in product((1, -1), repeat=COUNT):
+        for signs in product((1, -1), repeat=_COUNTDOWN_NUMBERS):
             target = sum(sign * number for sign, number in zip(signs, numbers, strict=True))
             if target >= 0 and target not in reached:
                 reached.add(target)
-                yield _posed(numbers, signs, target)
+                question = f"Make {target} from {' '.join(map(str, numbers))}"
+                problems.append(CountdownProblem(question, _expression(numbers, signs), numbers, target))
+    return tuple(problems)
 
 
-def _posed(numbers: tuple[int, ...], signs: tuple[int, ...], target: int) -> CountdownProblem:
-    """The answer begins with the first number that is added; the others follow in their order."""
+def _expression(numbers: tuple[int, ...], signs: tuple[int, ...]) -> str:
+    """Begins with the first number that is added; the others follow in their order."""
     terms = [f"{'+' if sign > 0 else '-'}{number}" for sign, number in zip(signs, numbers, strict=True)]
     terms.insert(0, terms.pop(signs.index(1)))
-    question = f"Make {target} from {' '.join(map(str, numbers))}"
-    return CountdownProblem(question, "".join(terms).removeprefix("+"), numbers, target)
+    return "".join(terms).removeprefix("+")
 
 
-_SPACE = tuple(_problems())
-
-COUNTDOWN = ProceduralTask(len(_SPACE), _SPACE.__getitem__)
-
-
-QUESTION = "How many shapes, and in which colour?"
+SHAPES_QUESTION = "How many shapes, and in which colour?"
 COLOURS = {
     "red": (220, 50, 40),
     "green": (50, 160, 70),
@@ -169,16 +157,21 @@ COLOURS = {
     "purple": (150, 60, 180),
     "black": (20, 20, 20),
 }
-KINDS = ("circle", "square", "triangle", "cross")
-PAPER = (245, 245, 245)
-SIZE = 32
+BACKGROUND = (245, 245, 245)
+IMAGE_SIZE = 32
 """Pixels on a side."""
-CELL = SIZE // 2
-"""Each shape lies in a quarter of its own, which it does not fill: neighbours never touch."""
+_KINDS = ("circle", "square", "triangle", "cross")
+_CELL = IMAGE_SIZE // 2
+"""Each shape has a quarter of the image to itself and does not fill it, so neighbours never touch."""
 
 
 @dataclass(frozen=True)
 class Drawing:
+    """An image of a few shapes in one colour, to be counted and named.
+
+    It is drawn when it is asked for, with Pillow, which comes with matplotlib.
+    """
+
     colour: str
     kind: str
     places: tuple[tuple[int, int, int], ...]
@@ -188,7 +181,12 @@ class Drawing:
     def numbered(cls, number: int) -> "Drawing":
         draw = random.Random(f"shapes {number}")
         quarters = sorted(draw.sample(range(4), draw.randint(1, 4)))
-        return cls(draw.choice(list(COLOURS)), draw.choice(KINDS), tuple(_place(quarter, draw) for quarter in quarters))
+        colour, kind = draw.choice(list(COLOURS)), draw.choice(_KINDS)
+        return cls(colour, kind, tuple(_place(quarter, draw) for quarter in quarters))
+
+    @property
+    def split_key(self) -> str:
+        return f"Drawing(colour={self.colour!r}, kind={self.kind!r}, places={self.places!r})"
 
     @property
     def answer(self) -> str:
@@ -197,7 +195,7 @@ class Drawing:
     def png(self) -> bytes:
         from PIL import Image, ImageDraw
 
-        image = Image.new("RGB", (SIZE, SIZE), PAPER)
+        image = Image.new("RGB", (IMAGE_SIZE, IMAGE_SIZE), BACKGROUND)
         pen = ImageDraw.Draw(image)
         for place in self.places:
             _draw(pen, self.kind, *place, COLOURS[self.colour])
@@ -206,31 +204,16 @@ class Drawing:
         return buffer.getvalue()
 
     def as_task(self) -> dict[str, Any]:
-        """The picture as a data URL in the form that OpenAI's chat API has for it."""
+        """The image is a data URL, in the form that OpenAI's chat API has for it."""
         url = "data:image/png;base64," + base64.b64encode(self.png()).decode()
-        content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": QUESTION}]
+        content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": SHAPES_QUESTION}]
         return {"messages": [{"role": "user", "content": content}], "answer": self.answer}
-
-
-@dataclass(frozen=True)
-class ShapesTask:
-    size: int
-    """Drawings are numbered 0 … size - 1."""
-
-    def problems(self, split: Split, seed: int = 0) -> Iterator[Drawing]:
-        """Every drawing of a split, in an order drawn from `seed`; the same drawing is always in the same split."""
-        order = list(range(self.size))
-        random.Random(seed).shuffle(order)
-        return (each for each in map(Drawing.numbered, order) if split_of(Problem(repr(each), each.answer)) == split)
-
-
-SHAPES = ShapesTask(20_000)
 
 
 def _place(quarter: int, draw: random.Random) -> tuple[int, int, int]:
     radius = draw.randint(4, 6)
-    x, y = (draw.randint(radius, CELL - 2 - radius) for _ in range(2))
-    return quarter % 2 * CELL + x, quarter // 2 * CELL + y, radius
+    x, y = (draw.randint(radius, _CELL - 2 - radius) for _ in range(2))
+    return quarter % 2 * _CELL + x, quarter // 2 * _CELL + y, radius
 
 
 def _draw(pen: Any, kind: str, x: int, y: int, radius: int, fill: tuple[int, int, int]) -> None:
@@ -244,3 +227,18 @@ def _draw(pen: Any, kind: str, x: int, y: int, radius: int, fill: tuple[int, int
     else:
         pen.rectangle((left, y - 1, right, y + 1), fill=fill)
         pen.rectangle((x - 1, top, x + 1, bottom), fill=fill)
+
+
+COUNTDOWN = ProceduralTask(_COUNTDOWN_SIZE, _countdown)
+SHAPES = ProceduralTask(20_000, Drawing.numbered)
+
+TASKS: dict[str, ProceduralTask[Any]] = {
+    "sort-digits": ProceduralTask(10_000, _sort_digits),
+    "sums": ProceduralTask(10_000, _sum),
+    "arithmetic": ProceduralTask(_TWO_OPERANDS + _THREE_OPERANDS, _two_or_three_operands),
+    "arithmetic-2": ProceduralTask(_TWO_OPERANDS, _two_operands),
+    "arithmetic-3": ProceduralTask(_THREE_OPERANDS, _three_operands),
+    "countdown": COUNTDOWN,
+    "shapes": SHAPES,
+}
+"""The built-in tasks, by name."""

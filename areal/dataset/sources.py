@@ -1,13 +1,10 @@
-"""Tasks in files: .jsonl and .parquet files, directories of them, and what `datasets` saved with `save_to_disk`.
+"""Where tasks come from: `builtin:NAME`, files and directories, a list of dicts, a `datasets` Dataset.
 
-A directory has splits: the first word of each file's name (`train-00000.parquet` and `train.jsonl` are train), or the
-names that `datasets` gave them. One file has none. `datasets` and pyarrow are imported when a file needs them.
+Files are .jsonl or .parquet, or what `datasets` wrote with `save_to_disk`. A directory has splits: the first word of
+each file's name (`train-00000.parquet` and `train.jsonl` are train), or the names that `datasets` gave them. A single
+file has none. Tasks from files get `messages` (see `with_messages`); objects that a user passes are taken as they are.
+`datasets` and pyarrow are imported only when a file needs them.
 """
-
-# MERGED-DOC
-# Where tasks come from: `builtin:NAME`, files and directories, a list of dicts, a `datasets` Dataset.
-#
-# Tasks of files are posed: they get `messages` (see `posed`). Objects that a user hands over are taken as they are.
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,36 +15,103 @@ from typing import Any
 
 from areal.api.errors import DatasetError
 from areal.config.experiment import DatasetConfig
-from areal.dataset.builtin import ELSEWHERE, SPLITS, TASKS, find_task
+from areal.dataset.builtin import SPLITS, TASKS
 
 Task = dict[str, Any]
+
+TaskSource = Iterable[Mapping[str, Any]] | str | Path
+"""A list of dicts, the path of a .jsonl or .parquet file or of a saved Dataset, or a `datasets` Dataset."""
 
 _VALIDATION = ("valid", "validation", "val", "dev")
 """Names of one split."""
 _SAVED_MARKS = ("dataset_dict.json", "state.json")
+"""Files that `save_to_disk` leaves in a directory."""
 _SUFFIXES = (".jsonl", ".parquet")
 
 
-def read_path(path: Path, split: str, *, asked: bool, size: int | None = None) -> list[Task]:
-    """The first `size` tasks at `path`. `asked` says that a user named the split, so a path without splits is wrong."""
+def get_custom_dataset(split: str, dataset_config: DatasetConfig, tokenizer: Any = None) -> list[Task]:
+    """The tasks that a config names; `split` applies where the config itself names none."""
+    path = dataset_config.path
+    if not path:
+        raise DatasetError(
+            f"no path for the {split} tasks; set train_dataset.path or valid_dataset.path "
+            "to builtin:NAME, or to a .jsonl or .parquet file or a directory of them"
+        )
+    if path.startswith("builtin:"):
+        tasks = _builtin(path.removeprefix("builtin:"), dataset_config.split or split, dataset_config.size)
+    else:
+        read = _read_path(Path(path), split, explicit_split=dataset_config.split, size=dataset_config.size)
+        tasks = [with_messages(task) for task in read]
+    if not tasks:
+        raise DatasetError(f"{path} holds no task")
+    return tasks
+
+
+def read_tasks(source: TaskSource, split: str = "train") -> list[Task]:
+    """Tasks from a path, a list of dicts, or anything that yields mappings (a `datasets` Dataset does).
+
+    `split` applies where the path is a directory that has splits.
+    """
+    if isinstance(source, (str, Path)):
+        source = [with_messages(task) for task in _read_path(Path(source), split)]
+    tasks = []
+    for number, item in enumerate(source):
+        if not isinstance(item, Mapping):
+            raise DatasetError(f"a task must be a dict, got {type(item).__name__} as number {number}: {item!r:.80}")
+        tasks.append(dict(item))
+    if not tasks:
+        raise DatasetError("a dataset must hold at least one task, got none")
+    return tasks
+
+
+def with_messages(task: Mapping[str, Any]) -> Task:
+    """The task with `messages`: its own, else its `question`, `prompt` or `problem`; a task with none is unchanged.
+
+    Text becomes a user's message, a list is taken as messages. All other keys are kept.
+    """
+    if "messages" in task:
+        return dict(task)
+    for key in ("question", "prompt", "problem"):
+        asked = task.get(key)
+        if isinstance(asked, str):
+            return {**task, "messages": [{"role": "user", "content": asked}]}
+        if isinstance(asked, list) and asked:
+            return {**task, "messages": asked}
+    return dict(task)
+
+
+def _builtin(name: str, split: str, size: int | None) -> list[Task]:
+    if name not in TASKS:
+        raise DatasetError(f"no built-in task {name!r}; there are {', '.join(TASKS)}")
+    if split not in SPLITS:
+        raise DatasetError(f"a built-in task has no split {split!r}; there are {', '.join(SPLITS)}")
+    tasks = [problem.as_task() for problem in islice(TASKS[name].problems(split), size)]
+    if size is not None and len(tasks) < size:
+        raise DatasetError(f"builtin:{name} has {len(tasks)} {split} tasks, asked for {size}")
+    return tasks
+
+
+def _read_path(path: Path, split: str, *, explicit_split: str = "", size: int | None = None) -> list[Task]:
+    """The first `size` tasks at `path`. A path without splits ignores `split` and refuses an `explicit_split`."""
+    split = explicit_split or split
     if not path.is_dir():
-        if asked:
+        if explicit_split:
             raise DatasetError(
-                f"split {split!r} is asked for, but one file has no splits: {str(path)!r}; "
+                f"split {split!r} is asked for, but a single file has no splits: {str(path)!r}; "
                 "leave the split out, or name a directory with files train*.jsonl, test*.parquet"
             )
         return list(islice(_read_file(path), size))
     if any((path / mark).exists() for mark in _SAVED_MARKS):
-        return list(islice(_saved(path, split, asked), size))
+        return list(islice(_read_saved(path, split, bool(explicit_split)), size))
     files = _files_of_split(path, split)
     return list(islice((task for file in files for task in _read_file(file)), size))
 
 
 def _read_file(path: Path) -> Iterator[Task]:
-    return _parquet(path) if path.suffix == ".parquet" else _jsonl(path)
+    return _read_parquet(path) if path.suffix == ".parquet" else _read_jsonl(path)
 
 
-def _jsonl(path: Path) -> Iterator[Task]:
+def _read_jsonl(path: Path) -> Iterator[Task]:
     try:
         lines = path.read_text(encoding="utf-8").split("\n")  # splitlines() also cuts inside JSON strings
     except OSError as error:
@@ -66,7 +130,7 @@ def _jsonl(path: Path) -> Iterator[Task]:
         yield task
 
 
-def _parquet(path: Path) -> Iterator[Task]:
+def _read_parquet(path: Path) -> Iterator[Task]:
     parquet = _library("pyarrow.parquet", path)
     try:
         with parquet.ParquetFile(path) as file:
@@ -74,42 +138,39 @@ def _parquet(path: Path) -> Iterator[Task]:
                 yield from batch.to_pylist()
     except OSError as error:
         raise DatasetError(f"cannot read tasks from {str(path)!r}: {error.strerror or error}") from None
-    except ValueError as error:  # what pyarrow raises for bytes that are no Parquet
+    except ValueError as error:  # what pyarrow raises for bytes that are not Parquet
         raise DatasetError(f"{path} is not a Parquet file: {error}") from None
 
 
-def _saved(path: Path, split: str, asked: bool) -> Iterable[Task]:
+def _read_saved(path: Path, split: str, is_explicit: bool) -> Iterable[Task]:
     datasets = _library("datasets", path)
     saved = datasets.load_from_disk(str(path))
     if isinstance(saved, datasets.DatasetDict):
-        return map(dict, saved[_choose(list(saved), split, path)])
-    if asked:
+        return map(dict, saved[_choose_split(list(saved), split, path)])
+    if is_explicit:
         raise DatasetError(
-            f"split {split!r} is asked for, but {str(path)!r} is one saved Dataset without splits; "
+            f"split {split!r} is asked for, but {str(path)!r} is a single saved Dataset without splits; "
             "leave the split out, or save a DatasetDict"
         )
     return map(dict, saved)
 
 
 def _files_of_split(path: Path, split: str) -> list[Path]:
-    """Where the directory itself holds none, those of its `data/`, as Hugging Face repositories have it."""
+    """Where the directory itself holds none, those of its `data/`, as in Hugging Face repositories."""
     found: dict[str, list[Path]] = {}
     for directory in (path, path / "data"):
         for file in sorted(directory.glob("*")):
             if file.suffix in _SUFFIXES:
-                found.setdefault(_first_word(file.name), []).append(file)
+                first_word = "".join(takewhile(str.isalpha, file.name)).lower()
+                found.setdefault(first_word, []).append(file)
         if found:
             break
     if not found:
         raise DatasetError(f"{str(path)!r} holds no .jsonl or .parquet file, and nothing that `datasets` saved")
-    return found[_choose(list(found), split, path)]
+    return found[_choose_split(list(found), split, path)]
 
 
-def _first_word(name: str) -> str:
-    return "".join(takewhile(str.isalpha, name)).lower()
-
-
-def _choose(names: list[str], split: str, path: Path) -> str:
+def _choose_split(names: list[str], split: str, path: Path) -> str:
     others: tuple[str, ...] = _VALIDATION if split in _VALIDATION else ()
     for name in [split, *others]:
         if name in names:
@@ -125,71 +186,3 @@ def _library(name: str, path: Path) -> Any:
         return import_module(name)
     except ImportError as error:
         raise DatasetError(f"reading {str(path)!r} needs {name} ({error}); pip install areal[datasets]") from error
-
-
-def posed(task: Mapping[str, Any]) -> Task:
-    """The task with `messages`: its own, else its `question`, `prompt` or `problem`; a task with none stays as it is.
-
-    Text becomes a user's message, a list is taken for messages. All other keys are kept.
-    """
-    if "messages" in task:
-        return dict(task)
-    for key in ("question", "prompt", "problem"):
-        asked = task.get(key)
-        if isinstance(asked, str):
-            return {**task, "messages": [{"role": "user", "content": asked}]}
-        if isinstance(asked, list) and asked:
-            return {**task, "messages": asked}
-    return dict(task)
-
-
-TaskSource = Iterable[Mapping[str, Any]] | str | Path
-"""A list of dicts, the path of a .jsonl or .parquet file or of a Dataset that was saved, or a `datasets` Dataset."""
-
-
-def get_custom_dataset(split: str, dataset_config: DatasetConfig, tokenizer: Any = None) -> list[Task]:
-    """The tasks that a config names; `split` counts where the config itself names none."""
-    path = dataset_config.path
-    if not path:
-        raise DatasetError(
-            f"no path for the {split} tasks; set train_dataset.path or valid_dataset.path "
-            "to builtin:NAME, or to a .jsonl or .parquet file or a directory of them"
-        )
-    if path.startswith("builtin:"):
-        tasks = _builtin(path.removeprefix("builtin:"), dataset_config.split or split, dataset_config.size)
-    else:
-        asked = dataset_config.split
-        read = read_path(Path(path), asked or split, asked=bool(asked), size=dataset_config.size)
-        tasks = [posed(task) for task in read]
-    if not tasks:
-        raise DatasetError(f"{path} holds no task")
-    return tasks
-
-
-def read_tasks(source: TaskSource, split: str = "train") -> list[Task]:
-    """Tasks from a path, a list of dicts, or anything that yields mappings (a `datasets` Dataset does).
-
-    `split` counts where the path is a directory that has splits.
-    """
-    if isinstance(source, (str, Path)):
-        source = [posed(task) for task in read_path(Path(source), split, asked=False)]
-    tasks = []
-    for number, item in enumerate(source):
-        if not isinstance(item, Mapping):
-            raise DatasetError(f"a task must be a dict, got {type(item).__name__} as number {number}: {item!r:.80}")
-        tasks.append(dict(item))
-    if not tasks:
-        raise DatasetError("a dataset must hold at least one task, got none")
-    return tasks
-
-
-def _builtin(name: str, split: str, size: int | None) -> list[Task]:
-    task = find_task(name)
-    if task is None:
-        raise DatasetError(f"no built-in task {name!r}; there are {', '.join([*TASKS, *ELSEWHERE])}")
-    if split not in SPLITS:
-        raise DatasetError(f"a built-in task has no split {split!r}; there are {', '.join(SPLITS)}")
-    tasks = [problem.as_task() for problem in islice(task.problems(split), size)]
-    if size is not None and len(tasks) < size:
-        raise DatasetError(f"builtin:{name} has {len(tasks)} {split} tasks, asked for {size}")
-    return tasks

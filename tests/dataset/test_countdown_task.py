@@ -1,12 +1,13 @@
 from areal.config.experiment import DatasetConfig
 from areal.dataset import get_custom_dataset
-from areal.dataset.builtin import COUNTDOWN, SPLITS
+from areal.dataset.builtin import COUNTDOWN, SPLITS, _countdown_problems
 from areal.reward import countdown_reward
 
 
 def test_every_problem_has_an_answer_that_is_rewarded() -> None:
     tasks = [COUNTDOWN.problem(number).as_task() for number in range(COUNTDOWN.size)]
     assert all(countdown_reward("", task["answer"], [], [], **task) == 1.0 for task in tasks)
+    assert len(tasks) == len(_countdown_problems())
     assert all(task["target"] >= 0 and len(task["numbers"]) == 3 for task in tasks)
 
 

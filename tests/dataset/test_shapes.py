@@ -1,4 +1,4 @@
-"""Pictures of shapes: what is asked is what is drawn, and held-out pictures are never trained on."""
+"""Images of shapes: the answer is what is drawn, and held-out images are never trained on."""
 
 import base64
 from io import BytesIO
@@ -9,12 +9,12 @@ from PIL import Image
 
 from areal.config.experiment import DatasetConfig
 from areal.dataset import get_custom_dataset
-from areal.dataset.builtin import COLOURS, PAPER, SHAPES, Drawing
+from areal.dataset.builtin import BACKGROUND, COLOURS, SHAPES, Drawing
 
 
 def islands(image: Image.Image) -> tuple[int, set[tuple[int, ...]]]:
-    """How many connected areas are not paper, and their colours."""
-    left = {(x, y) for x in range(image.width) for y in range(image.height) if image.getpixel((x, y)) != PAPER}
+    """How many connected areas are not background, and their colours."""
+    left = {(x, y) for x in range(image.width) for y in range(image.height) if image.getpixel((x, y)) != BACKGROUND}
     colours = {image.getpixel(place) for place in left}
     count = 0
     while left:
@@ -29,7 +29,7 @@ def islands(image: Image.Image) -> tuple[int, set[tuple[int, ...]]]:
 
 
 @pytest.mark.parametrize("number", range(40))
-def test_the_answer_is_what_the_picture_shows(number: int) -> None:
+def test_the_answer_is_what_the_image_shows(number: int) -> None:
     drawing = Drawing.numbered(number)
     count, colours = islands(Image.open(BytesIO(drawing.png())))
     assert drawing.answer == f"{count} {drawing.colour}"
@@ -38,8 +38,8 @@ def test_the_answer_is_what_the_picture_shows(number: int) -> None:
 
 def test_a_task_is_a_chat_message_with_a_data_url() -> None:
     task = get_custom_dataset("test", DatasetConfig(path="builtin:shapes", size=3))[0]
-    picture, question = task["messages"][0]["content"]
-    head, _, body = picture["image_url"]["url"].partition(",")
+    image, question = task["messages"][0]["content"]
+    head, _, body = image["image_url"]["url"].partition(",")
     assert head == "data:image/png;base64"
     assert Image.open(BytesIO(base64.b64decode(body))).size == (32, 32)
     assert question["text"].endswith("?")

@@ -1,4 +1,4 @@
-"""Tasks from every door, and errors that say where the fault is."""
+"""Tasks from every source, and errors that say where the fault is."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Tasks in files: one rule for messages, splits by name, and errors that say what there is."""
+"""Tasks in files: one rule for messages, splits by name, and errors that list the choices."""
 
 import json
 import sys
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from areal.api.errors import DatasetError
 from areal.config.experiment import DatasetConfig
 from areal.dataset import get_custom_dataset, read_tasks
-from areal.dataset.sources import posed
+from areal.dataset.sources import with_messages
 
 GSM8K = {"question": "What is 5 + 7?", "answer": "5 + 7 = <<5+7=12>>12\n#### 12"}
 POSED = {**GSM8K, "messages": [{"role": "user", "content": "What is 5 + 7?"}]}
@@ -52,23 +52,23 @@ def test_a_gsm8k_row_becomes_messages_and_keeps_its_answer(tmp_path: Path, write
 @pytest.mark.parametrize("key", ["question", "prompt", "problem"])
 def test_text_becomes_a_users_message_and_a_list_is_taken_for_messages(key: str) -> None:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
-    assert posed({key: "Hello"}) == {key: "Hello", "messages": messages[1:]}
-    assert posed({key: messages})["messages"] == messages
+    assert with_messages({key: "Hello"}) == {key: "Hello", "messages": messages[1:]}
+    assert with_messages({key: messages})["messages"] == messages
 
 
 KEYS = st.sampled_from(["messages", "question", "prompt", "problem", "answer", "other"])
 
 
 @given(task=st.dictionaries(KEYS, st.text() | st.integers() | st.none()))
-def test_posing_keeps_every_key_and_posed_tasks_stay(task: dict[str, Any]) -> None:
-    once = posed(task)
+def test_adding_messages_keeps_every_key_and_tasks_that_have_them_stay(task: dict[str, Any]) -> None:
+    once = with_messages(task)
     assert task.items() <= once.items()
     assert set(once) - set(task) <= {"messages"}
-    assert posed(once) == once
+    assert with_messages(once) == once
 
 
 def test_parquet_keeps_nested_values_and_is_read_as_far_as_asked(tmp_path: Path) -> None:
-    tasks = [{"question": f"{n}", "tests": [{"input": "3 4", "output": "7"}], "picture": b"\x89"} for n in range(5)]
+    tasks = [{"question": f"{n}", "tests": [{"input": "3 4", "output": "7"}], "image": b"\x89"} for n in range(5)]
     path = write_parquet(tmp_path / "tasks.parquet", tasks)
     assert [{key: task[key] for key in tasks[0]} for task in load(path, size=3)] == tasks[:3]
 
@@ -108,7 +108,7 @@ def test_what_datasets_saved_is_read_by_split(tmp_path: Path) -> None:
 
 def test_one_file_has_no_splits_to_ask_for(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "tasks.jsonl", rows("a"))
-    with pytest.raises(DatasetError, match=r"split 'test' is asked for, but one file has no splits: .*; leave"):
+    with pytest.raises(DatasetError, match=r"split 'test' is asked for, but a single file has no splits: .*; leave"):
         load(path, split="test")
 
 

@@ -178,7 +178,7 @@ class Recipe:
     """Part of the cache's name: raise it when anything changes the model."""
     lessons: Callable[[int], Iterator[Example]]
     """An endless stream of conversations, drawn from a seed."""
-    task: ProceduralTask
+    task: ProceduralTask[Problem]
     """What warm-up is measured on: its validation problems."""
     right: Callable[[str, Problem], bool] = says_the_answer
     """Whether an answer is right."""

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from areal.config.training import OptimizerConfig
-from areal.dataset.builtin import QUESTION, SHAPES, SIZE, Drawing
+from areal.dataset.builtin import IMAGE_SIZE, SHAPES, SHAPES_QUESTION, Drawing
 from areal.engine.builtin.text import Report, cached, sampled_answers
 from areal.engine.builtin.tokenizer import IMAGE_TOKEN, make_tokenizer
 from areal.engine.training.engine import TokenBatch, TrainingEngine
@@ -64,14 +64,14 @@ def write_untrained(directory: Path) -> None:
 
 def _write_processor(directory: Path) -> Any:
     """The tokenizer and what CLIP's image processor and LLaVA's processor read."""
-    corpus = [json.dumps([QUESTION, drawing.answer]) for drawing in islice(SHAPES.problems("train"), 1000)]
+    corpus = [json.dumps([SHAPES_QUESTION, drawing.answer]) for drawing in islice(SHAPES.problems("train"), 1000)]
     tokenizer = make_tokenizer(corpus, VOCABULARY, MAX_POSITIONS, sees_images=True)
     tokenizer.save_pretrained(directory)
-    square = {"height": SIZE, "width": SIZE}
+    square = {"height": IMAGE_SIZE, "width": IMAGE_SIZE}
     image_processor = {
         "image_processor_type": "CLIPImageProcessor",
         "processor_class": "LlavaProcessor",
-        "size": {"shortest_edge": SIZE},
+        "size": {"shortest_edge": IMAGE_SIZE},
         "crop_size": square,
     }
     processor = {
@@ -94,7 +94,7 @@ def _untrained(tokenizer: Any) -> Any:
         intermediate_size=128,
         num_hidden_layers=2,
         num_attention_heads=4,
-        image_size=SIZE,
+        image_size=IMAGE_SIZE,
         patch_size=PATCH,
         initializer_range=0.1,
     )
@@ -137,9 +137,9 @@ def _warm_up(model: TransformersModel, processor: Any, report: Report) -> None:
 
 def _prompt(processor: Any) -> list[int]:
     """The ids of a task's messages: the same for each, as are question and size of the picture."""
-    messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": QUESTION}]}]
+    messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": SHAPES_QUESTION}]}]
     text = processor.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    picture = np.zeros((SIZE, SIZE, 3), dtype=np.uint8)
+    picture = np.zeros((IMAGE_SIZE, IMAGE_SIZE, 3), dtype=np.uint8)
     ids: list[int] = processor(text=[text], images=[picture], add_special_tokens=False)["input_ids"][0]
     return ids
 
