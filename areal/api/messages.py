@@ -6,13 +6,48 @@ from typing import Any
 import numpy as np
 
 from areal.api.errors import RejectReason
+from areal.config.rollout import GenerationHyperparameters, ProxyConfig, RolloutConfig
+
+ENGINE_ROLE = "engine"
+WORKER_ROLE = "rollout worker"
+"""What a process calls itself when it connects to the driver."""
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
+@dataclass(frozen=True)
+class WorkerSetup:
+    """Everything a rollout worker needs to know. Travels pickled, because workflows are the user's objects."""
+
+    rollout: RolloutConfig
+    gconfig: GenerationHyperparameters
+    workflow: bytes
+    """A packed `WorkflowSpec`."""
+    eval_workflow: bytes
+    """The same; empty, or equal to `workflow` = the very object that trains also evaluates."""
+    engine_address: str
+    tokenizer_path: str
+    max_positions: int
+    reward_fn: str
+    """An import string; empty = none."""
+    proxy: ProxyConfig = field(default_factory=ProxyConfig)
+
+
+@dataclass
+class GroupTask:
+    """A task to be run `n_samples` times."""
+
+    task_id: int
+    data: bytes
+    """The task's dict, pickled."""
+    n_samples: int
+    is_eval: bool = False
+    greedy: bool = False
+
+
 @dataclass
 class Row:
-    """One training row: a prompt and the completions behind it. All arrays are 1-D and of one length."""
+    """One training row: a prompt and the completions that follow it. All arrays are 1-D and of one length."""
 
     input_ids: Array
     """int32"""
@@ -35,12 +70,12 @@ class Row:
     truncated: bool = False
     """The last completion ended for length."""
     images: list[bytes] = field(default_factory=list)
-    """Encoded pictures in the order of their places in `input_ids`."""
+    """Encoded images in the order of their places in `input_ids`."""
 
 
 @dataclass
 class Episode:
-    """What one accepted episode leaves."""
+    """The outcome of one accepted episode."""
 
     rows: list[Row]
     reward: float
@@ -51,12 +86,27 @@ class Episode:
     calls: int = 0
     seconds: float = 0.0
     turns: list[tuple[float, float, int]] = field(default_factory=list)
-    """For each call of the model: when it was asked and when it had answered, in seconds of the episode, and the tokens
-    it sampled."""
+    """For each call of the model: when it was asked and when it had answered, in seconds of the episode, and the number
+    of tokens it sampled."""
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The weight version of the oldest trained token; None if no token is trained."""
+        return min((int(versions.min()) for versions in self._trained_versions()), default=None)
+
+    @property
+    def newest_version(self) -> int | None:
+        """The same of the newest."""
+        return max((int(versions.max()) for versions in self._trained_versions()), default=None)
+
+    def _trained_versions(self) -> list[Array]:
+        return [row.versions[row.loss_mask] for row in self.rows if row.loss_mask.any()]
 
 
 @dataclass
 class Rejection:
+    """Why one episode was not accepted."""
+
     reason: RejectReason
     detail: str
     """One line."""
@@ -72,34 +122,30 @@ class Stall:
     """`file:line` of the user's code."""
     function: str
     source: str
-    """The line's text; empty if it cannot be had."""
+    """The line's text; empty if it cannot be read."""
     remedy: str
     workflow: str
     """Whose episode it was; empty outside of one."""
     task_id: int | None
     seconds: float
     process: int
-    """Its id: that process has logged it already."""
-
-
-@dataclass
-class GroupTask:
-    """A task to be run `n_samples` times."""
-
-    task_id: int
-    data: bytes
-    """The task's dict, pickled."""
-    n_samples: int
-    is_eval: bool = False
-    greedy: bool = False
+    """The id of the process it happened in, which has already logged it."""
 
 
 @dataclass
 class GroupResult:
+    """All samples of one task."""
+
     task_id: int
     episodes: list[Episode]
     rejections: list[Rejection]
     digests: dict[int, str]
-    """Digest the engine reported for each weight version behind these episodes."""
+    """Digest the engine reported for each weight version that these episodes were sampled with."""
     stalls: list[Stall] = field(default_factory=list)
     """What blocked the worker's event loop since its last result, whichever episode did."""
+
+    @property
+    def oldest_version(self) -> int:
+        """The weight version of the oldest trained token; only a group with an episode has one."""
+        known = (episode.oldest_version for episode in self.episodes)
+        return min(version for version in known if version is not None)

@@ -17,6 +17,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from areal.api.errors import NothingAccepted, RejectReason
@@ -99,7 +100,7 @@ class ReadyGroups:
         """Reject what has become too old."""
         ready, self._ready = self._ready, []
         for result in ready:
-            if self._admission.is_stale(oldest_version(result)):
+            if self._admission.is_stale(result.oldest_version):
                 self._admission.expire()
                 self._reject(result, self._stale())
             else:
@@ -107,7 +108,7 @@ class ReadyGroups:
 
     def take(self, count: int) -> list[GroupResult]:
         """The oldest `count`."""
-        self._ready.sort(key=oldest_version)
+        self._ready.sort(key=attrgetter("oldest_version"))
         batch, self._ready = self._ready[:count], self._ready[count:]
         self._admission.consume(count)
         return batch
@@ -122,7 +123,7 @@ class ReadyGroups:
             return result.rejections[-1]
         if self._keep is not None and not self._keep(result):
             return Rejection(RejectReason.FILTERED, "dynamic_filter_fn said no")
-        return self._stale() if self._admission.is_stale(oldest_version(result)) else None
+        return self._stale() if self._admission.is_stale(result.oldest_version) else None
 
     def _reject(self, result: GroupResult, why: Rejection) -> None:
         """`why` goes for the episodes that were not rejected by themselves."""
@@ -132,12 +133,6 @@ class ReadyGroups:
 
     def _stale(self) -> Rejection:
         return Rejection(RejectReason.STALE, f"older than {self._admission.max_staleness} versions")
-
-
-def oldest_version(result: GroupResult) -> int:
-    """The version behind a group's first sampled token."""
-    trained = (row.versions[row.loss_mask] for episode in result.episodes for row in episode.rows)
-    return min(int(versions.min()) for versions in trained if len(versions))
 
 
 __all__ = ["Filter", "GroupWorker", "Pipeline", "Rejections", "TaskStream"]

@@ -16,11 +16,10 @@ import sys
 import time
 from collections import deque
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from areal.api.engine_api import InferenceEngine
-from areal.api.messages import Episode, GroupResult, GroupTask, Rejection, Stall
-from areal.config.rollout import GenerationHyperparameters, ProxyConfig, RolloutConfig
+from areal.api.messages import WORKER_ROLE, Episode, GroupResult, GroupTask, Rejection, Stall, WorkerSetup
 from areal.engine.inference.remote import RemoteEngine
 from areal.infra import workflow_context
 from areal.infra.rpc.channel import Handler
@@ -71,25 +70,6 @@ class WorkerStalls:
         self._ended.append(stall)
         if self._told:
             logger.warning("%s", over(stall))
-
-
-ROLE = "rollout worker"
-
-
-@dataclass(frozen=True)
-class WorkerSetup:
-    """Everything a worker needs to know. Travels pickled, because workflows are the user's objects."""
-
-    rollout: RolloutConfig
-    gconfig: GenerationHyperparameters
-    workflow: bytes
-    eval_workflow: bytes
-    """Empty, or the same bytes: the very object that trains evaluates too."""
-    engine_address: str
-    tokenizer_path: str
-    max_positions: int
-    reward_fn: str
-    proxy: ProxyConfig = field(default_factory=ProxyConfig)
 
 
 class RolloutWorker:
@@ -215,7 +195,7 @@ async def serve_worker(index: int) -> None:
         return await worker.run_group(task)
 
     handlers: dict[str, Handler] = {"setup": setup, "run_group": run_group, "cpu_seconds": time.process_time}
-    home = await dial_home(ROLE, index, handlers=handlers, wire=api_wire())
+    home = await dial_home(WORKER_ROLE, index, handlers=handlers, wire=api_wire())
     await home.closed
     if worker is not None:
         await worker.aclose()

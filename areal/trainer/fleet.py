@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 from areal.api.engine_api import WeightUpdate
 from areal.api.errors import ArealError, EngineError, ProcessDied
-from areal.api.messages import GroupResult, GroupTask
+from areal.api.messages import ENGINE_ROLE, WORKER_ROLE, GroupResult, GroupTask, WorkerSetup
 from areal.config.experiment import PPOConfig
 from areal.config.rollout import RolloutConfig
 from areal.engine.inference.remote import RemoteEngine
@@ -36,8 +36,7 @@ from areal.infra.scheduler import Command, Placement, make_scheduler
 from areal.rollout.admission import Admission
 from areal.rollout.loading import WorkflowSpec
 from areal.rollout.pipeline import Filter, GroupWorker, Pipeline, Rejections, TaskStream
-from areal.rollout.worker import ROLE as WORKER_ROLE
-from areal.rollout.worker import RolloutWorker, WorkerSetup
+from areal.rollout.worker import RolloutWorker
 
 _T = TypeVar("_T")
 
@@ -84,7 +83,6 @@ class LoopThread:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-ENGINE_ROLE = "engine"
 START_SECONDS = 120.0
 SETUP_SECONDS = 300.0
 """A workflow's constructor may load much."""

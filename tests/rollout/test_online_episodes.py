@@ -8,7 +8,7 @@ import pytest
 from watched_engine import DATA, MAX_POSITIONS
 
 from areal.api.errors import RejectReason
-from areal.api.messages import Episode, GroupTask, Rejection
+from areal.api.messages import Episode, GroupTask, Rejection, WorkerSetup
 from areal.config.errors import ConfigError
 from areal.config.rollout import AgentConfig, GenerationHyperparameters, ProxyConfig, ProxyLimits, RolloutConfig
 from areal.engine.inference.remote import engine_handlers
@@ -19,7 +19,7 @@ from areal.proxy import Proxy
 from areal.rollout.episodes import run_episode
 from areal.rollout.loading import WorkflowSpec
 from areal.rollout.runners.online import OnlineRunner, OutsideAgent
-from areal.rollout.worker import RolloutWorker, WorkerSetup
+from areal.rollout.worker import RolloutWorker
 
 ADMIN = "sk-chosen"
 

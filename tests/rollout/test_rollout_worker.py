@@ -10,7 +10,7 @@ import pytest
 from watched_engine import DATA, MAX_POSITIONS, chat
 
 from areal.api.errors import RejectReason, WorkflowError
-from areal.api.messages import GroupTask
+from areal.api.messages import GroupTask, WorkerSetup
 from areal.config.rollout import AgentConfig, GenerationHyperparameters, RolloutConfig
 from areal.engine.inference.remote import engine_handlers
 from areal.infra.rpc.connect import serve
@@ -18,7 +18,7 @@ from areal.infra.rpc.wire import api_wire
 from areal.proxy import NO_SESSION_KEY
 from areal.rollout.loading import WorkflowSpec
 from areal.rollout.runners.agent import AgentRunner
-from areal.rollout.worker import RolloutWorker, WorkerSetup
+from areal.rollout.worker import RolloutWorker
 from areal.utils.logging import getLogger
 
 

@@ -9,7 +9,7 @@ import pytest
 from watched_engine import DATA, MAX_POSITIONS
 
 from areal.api.errors import ConfigError, RejectReason, WorkflowError
-from areal.api.messages import Episode, GroupTask
+from areal.api.messages import Episode, GroupTask, WorkerSetup
 from areal.config.experiment import GRPOConfig
 from areal.config.loader import load_expr_config
 from areal.config.rollout import AgentConfig, GenerationHyperparameters, RolloutConfig
@@ -20,7 +20,7 @@ from areal.infra.workflow_context import WorkflowContext
 from areal.rollout.episodes import run_episode
 from areal.rollout.loading import Fillers, WorkflowSpec
 from areal.rollout.runners.subprocess import AgentParcel, AgentPool, SubprocessRunner
-from areal.rollout.worker import RolloutWorker, WorkerSetup
+from areal.rollout.worker import RolloutWorker
 from areal.utils.callables import name_of
 
 

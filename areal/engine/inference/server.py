@@ -12,6 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from areal.api.messages import ENGINE_ROLE
 from areal.engine.inference.engine import EmbeddedEngine
 from areal.engine.inference.remote import engine_handlers
 from areal.engine.models import open_runner
@@ -20,7 +21,6 @@ from areal.infra.rpc.connect import dial_home, serve
 from areal.infra.rpc.wire import api_wire
 from areal.utils.hf_utils import load_hf_tokenizer
 
-ROLE = "engine"
 NICENESS = 10
 """Where cores are scarce the engine yields to those who ask it: more of them then share each decode step."""
 
@@ -41,7 +41,7 @@ async def serve_engine(directory: Path, dtype: str = "float32") -> None:
 
     with tempfile.TemporaryDirectory(prefix="areal-") as place:
         endpoint = await serve(f"unix:{place}/engine", greet, wire=api_wire(), peer="a rollout worker")
-        home = await dial_home(ROLE, 0, {"address": endpoint.address}, handlers, wire=api_wire())
+        home = await dial_home(ENGINE_ROLE, 0, {"address": endpoint.address}, handlers, wire=api_wire())
         home.closed.add_done_callback(lambda _: ended.set())
         await ended.wait()
         await endpoint.close()
