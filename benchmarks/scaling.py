@@ -24,6 +24,7 @@ from areal.engine.model.architecture import Architecture, read_architecture
 from areal.engine.model.decoder import Decoder, initialise, parameter_count
 from areal.engine.models import find_model
 from areal.engine.training.engine import TokenBatch, TrainingEngine
+from areal.engine.training.figures import Figures
 from areal.engine.training.packing import Span
 from areal.proxy import Proxy, ProxyLimits
 from areal.utils.hf_utils import load_hf_tokenizer
@@ -107,7 +108,7 @@ async def train_group_size() -> dict[str, Any]:
         shared = np.array(prompt(0, 512))
         spans = [Span(np.r_[shared, prompt(i, ANSWER_TOKENS)], np.arange(512, 528), 0) for i in range(count)]
         total = count * ANSWER_TOKENS
-        engine.train_batch(TokenBatch(spans, torch.ones(total)), lambda logprobs, fields: (-logprobs.mean(), {}))
+        engine.train_batch(TokenBatch(spans, torch.ones(total)), lambda logprobs, fields: (-logprobs.mean(), Figures()))
 
     return await sweep("group size, training step", (8, 16, 32, 64, 128), work)
 

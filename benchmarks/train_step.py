@@ -28,6 +28,7 @@ from areal.dataset.builtin import TASKS
 from areal.engine.model.architecture import read_architecture
 from areal.engine.models import find_model
 from areal.engine.training.engine import TokenBatch, TrainingEngine
+from areal.engine.training.figures import Figures
 from areal.engine.training.packing import Span
 from benchmarks.instant import instant_proxy
 from benchmarks.peers import outside_variables, peer_environment
@@ -60,8 +61,8 @@ def conversation_spans(draw: np.random.Generator, vocabulary: int) -> list[Span]
     return spans
 
 
-def loss(logprobs: torch.Tensor, fields: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    return -(logprobs * fields["weights"]).sum(), {}
+def loss(logprobs: torch.Tensor, fields: dict[str, torch.Tensor]) -> tuple[torch.Tensor, Figures]:
+    return -(logprobs * fields["weights"]).sum(), Figures()
 
 
 def ours(model: Path, spans: list[Span]) -> Callable[[], None]:

@@ -1,10 +1,11 @@
-"""From finished groups to what the training engine takes: flat trained tokens with an advantage and a weight each."""
+"""One policy update: from finished groups to an optimizer step for each minibatch.
 
-# MERGED-DOC
-# One policy update: which log-probs the ratio is taken against, in how many minibatches, under which loss.
+Groups become one flat batch of trained tokens, each with an advantage and a weight (`token_batch`). The batch is cut
+into minibatches of whole groups, everything that the loss compares with is computed under the weights as they are, and
+then each minibatch takes one step. Which log-probs the ratio is taken against is decided here.
+"""
 
 import random
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,17 +18,118 @@ from areal.algorithms.losses import clipped_loss, decoupled_loss, kl_penalty
 from areal.api.messages import GroupResult, Row
 from areal.config.training import ActorConfig
 from areal.engine.training.engine import TokenBatch, TrainingEngine
+from areal.engine.training.figures import Figures
 from areal.engine.training.packing import Span
 from areal.utils.logging import getLogger
+
+SAME_LOGPROB = 1e-4
+"""Two computations of one log-prob that differ by less are the same number in float32."""
+
+logger = getLogger("trainer")
+
+
+class PolicyUpdate:
+    def __init__(
+        self,
+        engine: TrainingEngine,
+        actor: ActorConfig,
+        reference: TrainingEngine | None,
+        seed: int,
+        *,
+        seen_difference: float = 0.0,
+        same_arithmetic: bool = True,
+    ) -> None:
+        """`seen_difference`: the largest between engine and trainer that this run met before it was resumed.
+
+        `same_arithmetic`: the engine computes as the trainer does; otherwise `auto` recomputes from the first step on.
+        """
+        self._engine = engine
+        self._actor = actor
+        self._reference = reference
+        self._seed = seed
+        self._recompute = actor.recompute_logprob is True or (actor.recompute_logprob == "auto" and not same_arithmetic)
+        self._recompute_if_different(seen_difference)
+
+    def step(self, groups: Sequence[GroupResult]) -> dict[str, float]:
+        """Train on a batch of groups; returns the step's figures."""
+        whole = token_batch(rows_of_groups(groups), self._actor)
+        parts = minibatches(whole, self._actor.ppo_n_minibatches, f"{self._seed}-{self._engine.version}")
+        trained = []
+        for number, batch in enumerate([self._prepare(part) for part in parts]):
+            # Only the first minibatch is computed with the very weights that sampled the newest tokens.
+            batch.fields["checkable"] = (batch.fields["versions"] == self._engine.version) & (number == 0)
+            trained.append(self._train(batch))
+        self._engine.version += 1
+        figures = Figures.of_minibatches(trained)
+        checked, summed = figures.pop("checked_tokens", 0.0), figures.pop("sum_logprob_difference", 0.0)
+        figures["mean_logprob_difference"] = summed / checked if checked else 0.0
+        self._recompute_if_different(figures.get("max_logprob_difference", 0.0))
+        return figures
+
+    def _prepare(self, batch: TokenBatch) -> TokenBatch:
+        """Add everything the loss needs, before the first minibatch changes the weights."""
+        actor = self._actor
+        if actor.kl_ctl == 0:
+            batch = without_zero_advantages(batch)
+        if not batch.spans:
+            return batch
+        unreported = batch.fields["unreported"]
+        needed = torch.ones_like(unreported) if self._recompute else unreported
+        if actor.use_decoupled_loss or needed.any():
+            present = self._engine.logprobs(batch)
+            batch.fields["logprobs"] = torch.where(needed, present, batch.fields["logprobs"])
+            batch.fields["proximal"] = present
+        if self._reference is not None:
+            batch.fields["reference"] = self._reference.logprobs(batch)
+        return batch
+
+    def _train(self, batch: TokenBatch) -> Figures:
+        if not batch.spans:
+            return Figures(mean={"loss": 0.0, "grad_norm": 0.0}, total={"forward_tokens": 0.0})
+        return self._engine.train_batch(batch, self._loss)
+
+    def _loss(self, logprobs: Tensor, fields: dict[str, Tensor]) -> tuple[Tensor, Figures]:
+        actor, weights = self._actor, fields["weights"]
+        low, high = actor.eps_clip, actor.eps_clip_higher or actor.eps_clip
+        behaviour = fields["logprobs"]
+        if actor.use_decoupled_loss:
+            policy = decoupled_loss(
+                logprobs, fields["proximal"], behaviour, fields["advantages"], low, high, actor.behave_imp_weight_cap
+            )
+        else:
+            policy = clipped_loss(logprobs, behaviour, fields["advantages"], low, high)
+        loss = (policy.loss * weights).sum()
+        means = {"clip_ratio": (policy.clipped * weights).sum()}
+        if "reference" in fields:
+            kl = (kl_penalty(logprobs, fields["reference"]) * weights).sum()
+            loss = loss + actor.kl_ctl * kl
+            means["kl"] = kl.detach()
+        difference = (logprobs.detach() - behaviour).abs() * fields["checkable"]
+        totals = {
+            "trained_tokens": len(weights),
+            "sum_logprob_difference": difference.sum(),
+            "checked_tokens": fields["checkable"].sum(),
+        }
+        return loss, Figures(mean=means, total=totals, maximum={"max_logprob_difference": difference.max()})
+
+    def _recompute_if_different(self, difference: float) -> None:
+        """With `auto`, stop using the engine's log-probs once they are seen to differ from the trainer's."""
+        if self._actor.recompute_logprob == "auto" and not self._recompute and difference > SAME_LOGPROB:
+            self._recompute = True
+            logger.warning(
+                "the engine's log-probs differ from the trainer's by up to %.1e; they are recomputed from now on "
+                "(actor.recompute_logprob: auto)",
+                difference,
+            )
 
 
 @dataclass
 class TrainRow:
-    """A row, and where it comes from: its group, and the first of its episode's completion numbers."""
-
     row: Row
     group: int
+    """Its place in the batch."""
     first_completion: int
+    """The number, through the batch, of the first completion of the row's episode."""
 
 
 def rows_of_groups(groups: Sequence[GroupResult]) -> list[TrainRow]:
@@ -67,6 +169,16 @@ def token_batch(rows: Sequence[TrainRow], actor: ActorConfig) -> TokenBatch:
     return TokenBatch(spans, gather("temperatures"), fields)
 
 
+def _token_advantages(returns: Tensor, completions: Tensor, groups: Tensor, actor: ActorConfig) -> Tensor:
+    """Each token gets the advantage of its completion, which is computed from the completion's first token."""
+    numbers, index = torch.unique(completions, return_inverse=True)
+    first = torch.full((len(numbers),), len(completions)).scatter_reduce(
+        0, index, torch.arange(len(completions)), "amin"
+    )
+    advantages = group_advantages(returns[first], groups[first], actor.group_baseline, actor.adv_norm)
+    return advantages[index]
+
+
 def minibatches(batch: TokenBatch, count: int, seed: str) -> list[TokenBatch]:
     """Whole groups, dealt at random but reproducibly; within each minibatch the weights sum to 1 again."""
     groups = sorted({span.group for span in batch.spans})
@@ -93,125 +205,3 @@ def _select(batch: TokenBatch, kept: list[bool]) -> TokenBatch:
         batch.temperatures[tokens],
         {name: values[tokens] for name, values in batch.fields.items()},
     )
-
-
-def _token_advantages(returns: Tensor, completions: Tensor, groups: Tensor, actor: ActorConfig) -> Tensor:
-    numbers, index = torch.unique(completions, return_inverse=True)
-    first = torch.full((len(numbers),), len(completions)).scatter_reduce(
-        0, index, torch.arange(len(completions)), "amin"
-    )
-    advantages = group_advantages(returns[first], groups[first], actor.group_baseline, actor.adv_norm)
-    return advantages[index]
-
-
-SAME_LOGPROB = 1e-4
-"""Two computations of one log-prob that differ by less are the same number in float32."""
-
-logger = getLogger("trainer")
-
-
-class PolicyUpdate:
-    def __init__(
-        self,
-        engine: TrainingEngine,
-        actor: ActorConfig,
-        reference: TrainingEngine | None,
-        seed: int,
-        *,
-        seen_difference: float = 0.0,
-        same_arithmetic: bool = True,
-    ) -> None:
-        """`seen_difference`: the largest between engine and trainer that this run met before it was resumed.
-
-        `same_arithmetic`: the engine computes as the trainer does; otherwise `auto` recomputes from the first step on.
-        """
-        self._engine = engine
-        self._actor = actor
-        self._reference = reference
-        self._seed = seed
-        self._recompute = actor.recompute_logprob is True or (actor.recompute_logprob == "auto" and not same_arithmetic)
-        self._distrust(seen_difference)
-
-    def step(self, groups: Sequence[GroupResult]) -> dict[str, float]:
-        """Train on a batch of groups; returns figures, averaged over minibatches."""
-        whole = token_batch(rows_of_groups(groups), self._actor)
-        parts = minibatches(whole, self._actor.ppo_n_minibatches, f"{self._seed}-{self._engine.version}")
-        figures: dict[str, list[float]] = defaultdict(list)
-        for number, batch in enumerate([self._prepare(part) for part in parts]):
-            # Only the first minibatch is computed with the very weights that sampled the newest tokens.
-            batch.fields["checkable"] = (batch.fields["versions"] == self._engine.version) & (number == 0)
-            for name, value in self._train(batch).items():
-                figures[name].append(value)
-        self._engine.version += 1
-        told = {name: _over_minibatches(name, values) for name, values in figures.items()}
-        self._judge(told)
-        return told
-
-    def _judge(self, figures: dict[str, float]) -> None:
-        """Turn the summed differences into a mean, and stop trusting the sampler's numbers if they are not ours."""
-        checked, summed = figures.pop("checked_tokens", 0.0), figures.pop("sum_logprob_difference", 0.0)
-        figures["mean_logprob_difference"] = summed / checked if checked else 0.0
-        self._distrust(figures.get("max_logprob_difference", 0.0))
-
-    def _distrust(self, difference: float) -> None:
-        if self._actor.recompute_logprob == "auto" and not self._recompute and difference > SAME_LOGPROB:
-            self._recompute = True
-            logger.warning(
-                "the engine's log-probs differ from the trainer's by up to %.1e; they are recomputed from now on "
-                "(actor.recompute_logprob: auto)",
-                difference,
-            )
-
-    def _train(self, batch: TokenBatch) -> dict[str, float]:
-        if not batch.spans:
-            return {"loss": 0.0, "grad_norm": 0.0, "forward_tokens": 0.0}
-        return self._engine.train_batch(batch, self._loss)
-
-    def _prepare(self, batch: TokenBatch) -> TokenBatch:
-        """Everything the loss needs, computed before the first minibatch changes the weights."""
-        actor = self._actor
-        if actor.kl_ctl == 0:
-            batch = without_zero_advantages(batch)
-        if not batch.spans:
-            return batch
-        unreported = batch.fields["unreported"]
-        needed = torch.ones_like(unreported) if self._recompute else unreported
-        if actor.use_decoupled_loss or needed.any():
-            present = self._engine.logprobs(batch)
-            batch.fields["logprobs"] = torch.where(needed, present, batch.fields["logprobs"])
-            batch.fields["proximal"] = present
-        if self._reference is not None:
-            batch.fields["reference"] = self._reference.logprobs(batch)
-        return batch
-
-    def _loss(self, logprobs: Tensor, fields: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        actor, weights = self._actor, fields["weights"]
-        low, high = actor.eps_clip, actor.eps_clip_higher or actor.eps_clip
-        behaviour = fields["logprobs"]
-        if actor.use_decoupled_loss:
-            policy = decoupled_loss(
-                logprobs, fields["proximal"], behaviour, fields["advantages"], low, high, actor.behave_imp_weight_cap
-            )
-        else:
-            policy = clipped_loss(logprobs, behaviour, fields["advantages"], low, high)
-        loss = (policy.loss * weights).sum()
-        difference = (logprobs.detach() - behaviour).abs() * fields["checkable"]
-        figures = {
-            "clip_ratio": (policy.clipped * weights).sum(),
-            "trained_tokens": torch.tensor(len(weights)),
-            "max_logprob_difference": difference.max(),
-            "sum_logprob_difference": difference.sum(),
-            "checked_tokens": fields["checkable"].sum(),
-        }
-        if "reference" in fields:
-            kl = (kl_penalty(logprobs, fields["reference"]) * weights).sum()
-            loss = loss + actor.kl_ctl * kl
-            figures["kl"] = kl.detach()
-        return loss, figures
-
-
-def _over_minibatches(name: str, values: list[float]) -> float:
-    if name.startswith("max_"):
-        return max(values)
-    is_sum = name.startswith("sum_") or name.endswith("_tokens")
-    return sum(values) if is_sum else sum(values) / len(values)

@@ -15,6 +15,7 @@ from areal.config.training import OptimizerConfig
 from areal.engine.model.weights import digest
 from areal.engine.training.engine import PackedDecoder, TokenBatch, TrainingEngine, learning_rate
 from areal.engine.training import engine as packed_decoder
+from areal.engine.training.figures import Figures
 from areal.engine.training.packing import Span
 
 
@@ -32,9 +33,9 @@ def batch(seed: int = 0, groups: int = 4, members: int = 3) -> TokenBatch:
     return TokenBatch(spans, torch.ones(total), {"advantages": advantages, "weights": torch.full((total,), 1 / total)})
 
 
-def policy_gradient(logprobs: Tensor, fields: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+def policy_gradient(logprobs: Tensor, fields: dict[str, Tensor]) -> tuple[Tensor, Figures]:
     loss = -(logprobs * fields["advantages"] * fields["weights"]).sum()
-    return loss, {"tokens": torch.tensor(float(len(logprobs))), "max_advantage": fields["advantages"].max()}
+    return loss, Figures(total={"tokens": len(logprobs)}, maximum={"advantage": fields["advantages"].max()})
 
 
 def gradient(**options: Any) -> tuple[Tensor, dict[str, float]]:
@@ -48,7 +49,7 @@ def test_the_gradient_does_not_depend_on_how_the_batch_is_cut(max_tokens_per_mb:
     whole, figures = gradient()
     parts, cut_figures = gradient(max_tokens_per_mb=max_tokens_per_mb)
     torch.testing.assert_close(parts, whole, atol=1e-6, rtol=0)
-    for name in ("loss", "tokens", "grad_norm", "max_advantage"):
+    for name in ("loss", "tokens", "grad_norm", "advantage"):
         assert cut_figures[name] == pytest.approx(figures[name], abs=1e-5)
     assert figures["forward_tokens"] <= cut_figures["forward_tokens"]
 

@@ -12,7 +12,6 @@ import math
 import os
 import shutil
 import tempfile
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +26,7 @@ from areal.config.training import OptimizerConfig
 from areal.engine.model.architecture import Architecture, write_architecture
 from areal.engine.model.decoder import Decoder, parameter_count
 from areal.engine.model.weights import SharedWeights, digest, load_weights, save_weights
+from areal.engine.training.figures import Figures
 from areal.engine.training.packing import Pack, Span, pack
 
 
@@ -121,8 +121,8 @@ def token_logprobs(logits: Tensor, targets: Tensor, temperatures: Tensor) -> Ten
     return logits.gather(1, targets[:, None]).squeeze(1) - logits.logsumexp(dim=1)
 
 
-Loss = Callable[[Tensor, dict[str, Tensor]], tuple[Tensor, dict[str, Tensor]]]
-"""(log-probs [n], per-token fields [n]) -> (summed weighted loss, figures: sums over passes, maxima if named max_…)"""
+Loss = Callable[[Tensor, dict[str, Tensor]], tuple[Tensor, Figures]]
+"""(log-probs [n], per-token fields [n]) -> (summed weighted loss, figures)"""
 
 
 @dataclass
@@ -168,21 +168,18 @@ class TrainingEngine:
                 out[part.order] = self.model.logprobs(part, batch.temperatures[part.order])
         return out
 
-    def train_batch(self, batch: TokenBatch, loss: Loss) -> dict[str, float]:
-        """One optimizer step; returns the loss's figures summed, and the step's own."""
-        sums: dict[str, float] = defaultdict(float)
+    def train_batch(self, batch: TokenBatch, loss: Loss) -> Figures:
+        """One optimizer step; returns the loss's figures and the step's own."""
+        parts = []
         self.flat_grad.zero_()
         for part in self._passes(batch):
             fields = {name: values[part.order] for name, values in batch.fields.items()}
             value, figures = loss(self.model.logprobs(part, batch.temperatures[part.order]), fields)
             value.backward()
-            sums["loss"] += value.item()
-            sums["forward_tokens"] += part.tokens
-            for name, figure in figures.items():
-                sums[name] = max(sums[name], figure.item()) if name.startswith("max_") else sums[name] + figure.item()
-        sums["grad_norm"] = self._step()
-        sums["lr"] = self._optimizer.param_groups[0]["lr"]
-        return dict(sums)
+            parts += [figures, Figures(mean={"loss": value.detach()}, total={"forward_tokens": part.tokens})]
+        norm = self._step()
+        parts.append(Figures(mean={"grad_norm": norm, "lr": self._optimizer.param_groups[0]["lr"]}))
+        return Figures.of_passes(parts)
 
     def publish(self) -> WeightUpdate:
         """Copy the weights into shared memory as the present version; the version before it stays readable."""

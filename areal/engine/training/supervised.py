@@ -9,6 +9,7 @@ from torch import Tensor
 
 from areal.api.errors import ModelError
 from areal.engine.training.engine import TokenBatch
+from areal.engine.training.figures import Figures
 from areal.engine.training.packing import Span
 
 Example = tuple[list[dict[str, Any]], list[dict[str, Any]] | None]
@@ -29,9 +30,9 @@ def supervised_batch(examples: Sequence[Example], tokenizer: Any) -> TokenBatch:
     return TokenBatch(spans, torch.ones(total), {"weights": torch.full((total,), 1.0 / max(1, total))})
 
 
-def mean_nll(logprobs: Tensor, fields: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+def mean_nll(logprobs: Tensor, fields: dict[str, Tensor]) -> tuple[Tensor, Figures]:
     """The loss for `TrainingEngine.train_batch`."""
-    return -(logprobs * fields["weights"]).sum(), {}
+    return -(logprobs * fields["weights"]).sum(), Figures()
 
 
 def supervised_span(messages: list[dict[str, Any]], tools: Any, tokenizer: Any, group: int) -> Span:
