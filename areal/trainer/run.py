@@ -29,8 +29,8 @@ from areal.trainer.fleet import Fleet
 from areal.trainer.journal import AFTER, BEFORE, DURING, Account, Journal, overlap, pause_figures, step_figures
 from areal.trainer.run_directory import RunDirectory, told_in_one_line
 from areal.trainer.tasks import Settled, task_stream
-from areal.trainer.tensors import tensors_of
 from areal.trainer.update import PolicyUpdate
+from areal.trajectory.tensors import tensors_of_group
 from areal.utils.hf_utils import load_hf_tokenizer
 from areal.utils.threads import plan_threads
 
@@ -189,7 +189,7 @@ class TrainingRun:
         self._fleet.publish(self._engine.publish())
 
     def _keep(self, group: GroupResult) -> bool:
-        return self._plan.keep is None or self._plan.keep(tensors_of(group))
+        return self._plan.keep is None or self._plan.keep(tensors_of_group(group))
 
     def _settle(self, groups: list[GroupResult]) -> None:
         """The weights have changed: from here on a checkpoint must say so, whatever else goes wrong."""

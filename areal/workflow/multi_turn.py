@@ -5,25 +5,21 @@ are those of an agent that holds the same conversation through the proxy.
 """
 
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from areal.api.engine_api import InferenceEngine
-from areal.api.messages import Row
 from areal.api.reward_api import AsyncRewardWrapper
 from areal.config.errors import require
 from areal.config.rollout import GenerationHyperparameters
 from areal.infra import workflow_context
 from areal.trajectory import Tree, export
+from areal.trajectory.tensors import tensors_of_rows
 from areal.utils import stats_tracker
-from areal.utils.data import concat_padded_tensors
 from areal.workflow.math_task import TRY_AGAIN
 from areal.workflow.rlvr import RLVRWorkflow
-
-FIELDS = ("input_ids", "loss_mask", "logprobs", "versions", "returns", "completion_index", "temperatures")
 
 
 class MultiTurnWorkflow(RLVRWorkflow):
@@ -64,7 +60,7 @@ class MultiTurnWorkflow(RLVRWorkflow):
                 break
             messages += [tree.completions[-1].message, {"role": "user", "content": self.feedback}]
         self._record(tree)
-        return _tensors(export(tree, "individual", self.turn_discount))
+        return tensors_of_rows(export(tree, "individual", self.turn_discount))
 
     async def _try(
         self, engine: InferenceEngine, tree: Tree, messages: list[dict[str, Any]], data: dict[str, Any]
@@ -87,14 +83,3 @@ class MultiTurnWorkflow(RLVRWorkflow):
         stats_tracker.get(workflow_context.stat_scope()).scalar(
             reward=tree.reward, turns=len(right), first_try=right[0], success=right[-1]
         )
-
-
-def _tensors(rows: Sequence[Row]) -> dict[str, Tensor]:
-    """Batch first, [B, L]: a row for every try."""
-    return concat_padded_tensors(
-        [
-            {name: torch.from_numpy(getattr(row, name))[None] for name in FIELDS}
-            | {"rewards": torch.tensor([row.reward]), "truncated": torch.tensor([row.truncated])}
-            for row in rows
-        ]
-    )

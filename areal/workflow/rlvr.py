@@ -11,8 +11,6 @@ from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from areal.api.engine_api import InferenceEngine
@@ -24,6 +22,7 @@ from areal.config.rollout import GenerationHyperparameters
 from areal.infra import workflow_context
 from areal.trajectory.answer import Answer, read_answer
 from areal.trajectory.rendering import Renderer
+from areal.trajectory.tensors import tensors_of_response
 from areal.utils import stats_tracker
 
 POSITIONAL = ("prompt", "completion", "prompt_ids", "completion_ids")
@@ -90,7 +89,7 @@ class RLVRWorkflow(RolloutWorkflow):
         if reward is None:
             return None
         stats_tracker.get(workflow_context.stat_scope()).scalar(reward=reward)
-        return _tensors(response, reward, self._temperature)
+        return tensors_of_response(response, reward, self._temperature)
 
     @property
     def _temperature(self) -> float:
@@ -150,23 +149,3 @@ def _finite(reward: Any) -> float:
     if not isinstance(plain, Real) or not math.isfinite(plain):
         raise RewardInvalid(f"a reward must be a finite number, the reward function returned {reward!r:.200}")
     return float(plain)
-
-
-def _tensors(response: ModelResponse, reward: float, temperature: float) -> dict[str, Tensor]:
-    """Batch first, [1, L]; the sampled tokens are those that are trained."""
-    asked, length = response.input_len, response.input_len + response.output_len
-    row = {
-        "input_ids": np.array([response.input_tokens + response.output_tokens]),
-        "attention_mask": np.ones((1, length), np.bool_),
-        "loss_mask": np.zeros((1, length), np.bool_),
-        "logprobs": np.zeros((1, length), np.float32),
-        "versions": np.full((1, length), -1),
-        "temperatures": np.ones((1, length), np.float32),
-        "rewards": np.array([reward], np.float32),
-        "truncated": np.array([response.stop_reason != "stop"]),
-    }
-    row["loss_mask"][0, asked:] = True
-    row["logprobs"][0, asked:] = response.output_logprobs
-    row["versions"][0, asked:] = response.output_versions
-    row["temperatures"][0, asked:] = temperature
-    return {name: torch.from_numpy(values) for name, values in row.items()}

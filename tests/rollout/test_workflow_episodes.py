@@ -69,21 +69,6 @@ async def test_tensor_dict_becomes_rows(play_workflow, engine):
     assert "1259" in episode.messages[1]["content"]
 
 
-async def test_padded_batch_becomes_rows_of_their_own_length(play_workflow):
-    def build(response):
-        one = tensor_dict(response)
-        padded = {
-            name: torch.cat([value, torch.zeros(1, 2, dtype=value.dtype)], 1) if value.dim() == 2 else value
-            for name, value in one.items()
-        }
-        return {name: torch.cat([value, value]) for name, value in padded.items()}
-
-    episode = await play_workflow(Asking(build))
-    assert [len(row.input_ids) for row in episode.rows] == [3 + int(row.loss_mask.sum()) for row in episode.rows]
-    assert [set(row.completion_index[row.loss_mask].tolist()) for row in episode.rows] == [{0}, {1}]
-    assert episode.reward == 1.0
-
-
 async def test_short_form_is_normalised_and_aged_by_what_the_engine_said(play_workflow, engine):
     await engine.update_weights(WeightUpdate(4, "fourth", ""))
     episode = await play_workflow(Asking(short_form))
@@ -94,17 +79,6 @@ async def test_short_form_is_normalised_and_aged_by_what_the_engine_said(play_wo
     assert episode.reward == 0.5
 
 
-async def test_numpy_and_lists_are_read_like_tensors(play_workflow):
-    def build(response):
-        return {name: value.numpy().tolist() for name, value in tensor_dict(response).items()}
-
-    def arrays(response):
-        return {name: value.numpy() for name, value in short_form(response).items()}
-
-    assert (await play_workflow(Asking(build))).reward == 0.5
-    assert (await play_workflow(Asking(arrays))).reward == 0.5
-
-
 async def test_none_rejects_the_episode(play_workflow):
     rejection = await play_workflow(Asking(lambda response: None))
     assert rejection.reason is RejectReason.FILTERED
@@ -112,70 +86,17 @@ async def test_none_rejects_the_episode(play_workflow):
 
 async def test_every_wrong_field_is_named_at_once(play_workflow):
     def build(response):
-        return tensor_dict(
-            response,
-            input_ids=torch.zeros(1, 4),
-            loss_mask=None,
-            logprobs=torch.full((1, 4), float("nan")),
-            versions=torch.zeros(1, 9, dtype=torch.int),
-            attention_mask=torch.tensor([[0, 1, 1, 1]]),
-            rewards=["good"],
-            score=torch.ones(1),
-        )
+        return tensor_dict(response, loss_mask=None, logprobs=torch.full((1, 8), float("nan")), score=torch.ones(1))
 
     rejection = await play_workflow(Asking(build))
     assert rejection.reason is RejectReason.AGENT_ERROR
-    for text in (
-        "Asking returned a wrong trajectory",
-        "loss_mask is missing",
-        "score is unknown",
-        "input_ids must be integers",
-        "logprobs must be finite",
-        "versions must have shape [1, 4], got [1, 9]",
-        "rewards must be numbers",
-        "padding belongs on the right",
-    ):
+    for text in ("Asking returned a wrong trajectory", "loss_mask is missing", "logprobs must be finite", "score is"):
         assert text in rejection.detail
-    assert "rewards is missing" not in rejection.detail
 
 
-@pytest.mark.parametrize(
-    ("changes", "text"),
-    [
-        ({"loss_mask": torch.ones(1, 8, dtype=torch.int)}, "0 on the first token"),
-        ({"loss_mask": torch.zeros(1, 8, dtype=torch.int)}, "a token to train on in every row"),
-        ({"attention_mask": torch.tensor([[1, 1, 1, 1, 1, 1, 1, 0]])}, "loss_mask must be 0 where attention_mask is"),
-        ({"versions": torch.full((1, 8), 9)}, "versions of trained tokens must be the engine's output_versions, [0]"),
-        ({"logprobs": [[0.0], [0.0, 1.0]]}, "logprobs cannot be read as numbers"),
-    ],
-)
-async def test_fields_that_contradict_each_other_are_refused(play_workflow, changes, text):
-    def build(response):
-        assert response.input_len + response.output_len == 8
-        return tensor_dict(response, **changes)
-
-    assert text in (await play_workflow(Asking(build))).detail
-
-
-@pytest.mark.parametrize(
-    ("changes", "text"),
-    [
-        ({"reward": torch.tensor([1.0])}, "reward must have 0 dimensions, got shape [1]"),
-        ({"reward": float("nan")}, "reward must be finite"),
-        ({"output_ids": torch.tensor([], dtype=torch.int)}, "output_ids must hold a token"),
-        ({"input_ids": torch.ones(1, 3, dtype=torch.int)}, "input_ids must have 1 dimension, got shape [1, 3]"),
-        ({"output_ids": torch.ones(3)}, "output_ids must be integers"),
-        ({"loss_mask": torch.ones(3)}, "loss_mask is unknown beside output_ids"),
-    ],
-)
-async def test_wrong_short_form_is_refused(play_workflow, changes, text):
-    assert text in (await play_workflow(Asking(lambda response: short_form(response, **changes)))).detail
-
-
-@pytest.mark.parametrize("result", [1.0, [1, 2], "text"])
-async def test_what_is_no_dict_is_refused_by_its_type(play_workflow, result):
-    rejection = await play_workflow(Asking(lambda response: result))
-    assert f"must return a dict of tensors or None, got {type(result).__name__}" in rejection.detail
+async def test_versions_that_the_engine_did_not_report_are_refused(play_workflow):
+    rejection = await play_workflow(Asking(lambda response: tensor_dict(response, versions=torch.full((1, 8), 9))))
+    assert "versions of trained tokens must be the engine's output_versions, [0]" in rejection.detail
 
 
 async def test_calls_at_several_temperatures_must_say_which_token_was_sampled_at_which(play_workflow):
@@ -293,27 +214,3 @@ async def test_greedy_episode_keeps_what_its_answers_are_held_to(play_workflow, 
     await play_workflow(Held(), greedy=True)
     (request,) = engine.requests
     assert (request.grammar, request.gconfig.greedy) == (digits, True)
-
-
-async def test_pictures_become_those_of_the_rows(play_workflow):
-    episode = await play_workflow(Asking(lambda response: tensor_dict(response, images=[[b"red", b"blue"]])))
-    assert [row.images for row in episode.rows] == [[b"red", b"blue"]]
-    episode = await play_workflow(Asking(lambda response: short_form(response, images=[b"red"])))
-    assert [row.images for row in episode.rows] == [[b"red"]]
-
-
-@pytest.mark.parametrize(
-    ("form", "images", "fault"),
-    [
-        (tensor_dict, [[], []], "images must have a list for each of the 1 rows, got 2"),
-        (tensor_dict, b"red", "images must be a list with a list of encoded bytes for each row, got bytes"),
-        (tensor_dict, [b"red"], "images must hold a list for each row, got bytes"),
-        (tensor_dict, [["red", 7]], "images must hold encoded bytes, got int, str"),
-        (short_form, ["red"], "images must hold encoded bytes, got str"),
-    ],
-)
-async def test_wrong_pictures_are_named_with_what_else_is_wrong(play_workflow, form, images, fault):
-    rejection = await play_workflow(Asking(lambda response: form(response, images=images, nonsense=torch.ones(1))))
-    assert rejection.reason is RejectReason.AGENT_ERROR
-    assert fault in rejection.detail
-    assert "nonsense is unknown" in rejection.detail

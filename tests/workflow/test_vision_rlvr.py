@@ -17,7 +17,7 @@ from areal.proxy import ArealOpenAI
 from areal.rollout.episodes import run_episode
 from areal.rollout.loading import Fillers, WorkflowSpec, load
 from areal.rollout.runners.workflow import WorkflowRunner
-from areal.trainer.tensors import tensors_of
+from areal.trajectory.tensors import tensors_of_group
 from areal.utils.data import concat_padded_tensors
 from areal.utils.hf_utils import load_hf_processor, load_hf_tokenizer
 from areal.workflow import VisionRLVRWorkflow
@@ -132,5 +132,5 @@ async def test_episode_keeps_pictures_on_its_way_to_the_trainer(tokenizer: Any, 
     door = WorkflowRunner(VisionRLVRWorkflow(right, GCONFIG, tokenizer), engine, tokenizer)
     episode, digests = await run_episode(door, {"messages": SHOWN}, WorkflowContext(), greedy=False, seconds=60)
     assert [row.images for row in episode.rows] == [[RED]]
-    assert tensors_of(GroupResult(0, [episode, episode], [], digests))["images"] == [[RED], [RED]]
+    assert tensors_of_group(GroupResult(0, [episode, episode], [], digests))["images"] == [[RED], [RED]]
     assert f"<image>×{TOKENS_PER_PICTURE}What is this?" in episode.messages[0]["content"]

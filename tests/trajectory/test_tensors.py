@@ -1,0 +1,179 @@
+"""The tensor dict: what may be in it, and every mistake named at once."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from areal.api.errors import AgentFailed
+from areal.api.io_struct import ModelResponse
+from areal.api.messages import Episode, GroupResult
+from areal.trajectory.tensors import rows_of, tensors_of_group, tensors_of_response, tensors_of_rows
+
+RESPONSE = ModelResponse([5, 6, 7], [1, 2, 5, 9, 2], [-0.5] * 5, [3] * 5, "stop")
+
+
+def tensor_dict(**changes: Any) -> dict[str, Any]:
+    fields = {
+        "input_ids": torch.tensor([[5, 6, 7, 1, 2, 5, 9, 2]]),
+        "attention_mask": torch.ones(1, 8, dtype=torch.bool),
+        "loss_mask": torch.tensor([[0] * 3 + [1] * 5]),
+        "logprobs": torch.tensor([[0.0] * 3 + [-0.5] * 5]),
+        "versions": torch.tensor([[-1] * 3 + [3] * 5]),
+        "rewards": torch.tensor([0.5]),
+        **changes,
+    }
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def short_form(**changes: Any) -> dict[str, Any]:
+    fields = {
+        "input_ids": torch.tensor([5, 6, 7]),
+        "output_ids": torch.tensor([1, 2, 5, 9, 2]),
+        "reward": torch.tensor(0.5),
+    }
+    return fields | changes
+
+
+def refusal(tensors: Any, temperature: float | None = 1.0) -> str:
+    with pytest.raises(AgentFailed) as caught:
+        rows_of(tensors, "Asking", temperature)
+    return str(caught.value)
+
+
+def test_what_is_built_is_read_as_it_was() -> None:
+    (row,) = rows_of(tensors_of_response(RESPONSE, 0.5, 0.25), "Asking")
+    (again,) = rows_of(tensors_of_rows([row]), "Asking")
+    for each in (row, again):
+        assert each.input_ids.tolist() == [5, 6, 7, 1, 2, 5, 9, 2]
+        assert each.loss_mask.tolist() == [False] * 3 + [True] * 5
+        assert each.logprobs.tolist() == [0.0] * 3 + [-0.5] * 5
+        assert each.versions.tolist() == [-1] * 3 + [3] * 5
+        assert each.temperatures.tolist() == [1.0] * 3 + [0.25] * 5
+        assert each.returns.tolist() == [0.0] * 3 + [0.5] * 5
+        assert each.completion_index.tolist() == [-1] * 3 + [0] * 5
+        assert (each.reward, each.truncated, each.recompute_logprobs) == (0.5, False, False)
+
+
+def test_group_has_a_row_for_every_row_of_its_episodes_and_the_tasks_number() -> None:
+    rows = [*rows_of(tensor_dict(), "Asking"), *rows_of(short_form(output_ids=[1], reward=1.0), "Asking")]
+    tensors = tensors_of_group(GroupResult(7, [Episode([row], row.reward) for row in rows], [], {}))
+    assert tensors["input_ids"].shape == tensors["attention_mask"].shape == (2, 8)
+    assert tensors["attention_mask"].sum(1).tolist() == [8, 4]
+    assert (tensors["rewards"].tolist(), tensors["group_id"].tolist()) == ([0.5, 1.0], [7, 7])
+    assert "images" not in tensors
+    rows[0].images = [b"red"]
+    assert tensors_of_group(GroupResult(7, [Episode(rows, 1.5)], [], {}))["images"] == [[b"red"], []]
+
+
+def test_padded_batch_becomes_rows_of_their_own_length() -> None:
+    padded = {
+        name: torch.cat([value, torch.zeros(1, 2, dtype=value.dtype)], 1) if value.dim() == 2 else value
+        for name, value in tensor_dict().items()
+    }
+    rows = rows_of({name: torch.cat([value, value]) for name, value in padded.items()}, "Asking")
+    assert [len(row.input_ids) for row in rows] == [8, 8]
+    assert [set(row.completion_index[row.loss_mask].tolist()) for row in rows] == [{0}, {1}]
+    assert sum(row.reward for row in rows) == 1.0
+
+
+def test_numpy_and_lists_are_read_like_tensors() -> None:
+    (row,) = rows_of({name: value.numpy().tolist() for name, value in tensor_dict().items()}, "Asking")
+    (short,) = rows_of({name: value.numpy() for name, value in short_form().items()}, "Asking")
+    assert row.input_ids.tolist() == short.input_ids.tolist()
+    assert (row.reward, short.reward) == (0.5, 0.5)
+
+
+def test_short_form_leaves_log_probs_and_versions_to_others() -> None:
+    (row,) = rows_of(short_form(), "Asking", 0.5)
+    assert row.recompute_logprobs
+    assert row.versions.tolist() == [-1] * 8
+    assert row.temperatures.tolist() == [1.0] * 3 + [0.5] * 5
+    assert np.isfinite(row.logprobs).all()
+
+
+def test_every_wrong_field_is_named_at_once() -> None:
+    text = refusal(
+        tensor_dict(
+            input_ids=torch.zeros(1, 4),
+            loss_mask=None,
+            logprobs=torch.full((1, 4), float("nan")),
+            versions=torch.zeros(1, 9, dtype=torch.int),
+            attention_mask=torch.tensor([[0, 1, 1, 1]]),
+            rewards=["good"],
+            score=torch.ones(1),
+        )
+    )
+    for fault in (
+        "Asking returned a wrong trajectory",
+        "loss_mask is missing",
+        "score is unknown",
+        "input_ids must be integers",
+        "logprobs must be finite",
+        "versions must have shape [1, 4], got [1, 9]",
+        "rewards must be numbers",
+        "padding belongs on the right",
+    ):
+        assert fault in text
+    assert "rewards is missing" not in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"loss_mask": torch.ones(1, 8, dtype=torch.int)}, "0 on the first token"),
+        ({"loss_mask": torch.zeros(1, 8, dtype=torch.int)}, "a token to train on in every row"),
+        ({"attention_mask": torch.tensor([[1, 1, 1, 1, 1, 1, 1, 0]])}, "loss_mask must be 0 where attention_mask is"),
+        ({"logprobs": [[0.0], [0.0, 1.0]]}, "logprobs cannot be read as numbers"),
+    ],
+)
+def test_fields_that_contradict_each_other_are_refused(changes: dict[str, Any], text: str) -> None:
+    assert text in refusal(tensor_dict(**changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"reward": torch.tensor([1.0])}, "reward must have 0 dimensions, got shape [1]"),
+        ({"reward": float("nan")}, "reward must be finite"),
+        ({"output_ids": torch.tensor([], dtype=torch.int)}, "output_ids must hold a token"),
+        ({"input_ids": torch.ones(1, 3, dtype=torch.int)}, "input_ids must have 1 dimension, got shape [1, 3]"),
+        ({"output_ids": torch.ones(3)}, "output_ids must be integers"),
+        ({"loss_mask": torch.ones(3)}, "loss_mask is unknown next to output_ids"),
+    ],
+)
+def test_wrong_short_form_is_refused(changes: dict[str, Any], text: str) -> None:
+    assert text in refusal(short_form(**changes))
+
+
+@pytest.mark.parametrize("result", [1.0, [1, 2], "text"])
+def test_what_is_no_dict_is_refused_by_its_type(result: Any) -> None:
+    assert f"must return a dict of tensors or None, got {type(result).__name__}" in refusal(result)
+
+
+def test_temperatures_must_be_given_where_calls_differ_in_it() -> None:
+    assert "temperatures is missing" in refusal(tensor_dict(), temperature=None)
+    (row,) = rows_of(tensor_dict(temperatures=torch.full((1, 8), 0.25)), "Asking", None)
+    assert set(row.temperatures.tolist()) == {0.25}
+
+
+def test_images_become_those_of_the_rows() -> None:
+    assert [row.images for row in rows_of(tensor_dict(images=[[b"red", b"blue"]]), "Asking")] == [[b"red", b"blue"]]
+    assert [row.images for row in rows_of(short_form(images=[b"red"]), "Asking")] == [[b"red"]]
+
+
+@pytest.mark.parametrize(
+    ("form", "images", "fault"),
+    [
+        (tensor_dict, [[], []], "images must have a list for each of the 1 rows, got 2"),
+        (tensor_dict, b"red", "images must be a list with a list of encoded bytes for each row, got bytes"),
+        (tensor_dict, [b"red"], "images must hold a list for each row, got bytes"),
+        (tensor_dict, [["red", 7]], "images must hold encoded bytes, got int, str"),
+        (short_form, ["red"], "images must hold encoded bytes, got str"),
+    ],
+)
+def test_wrong_images_are_named_with_what_else_is_wrong(form: Any, images: Any, fault: str) -> None:
+    text = refusal(form(images=images, nonsense=torch.ones(1)))
+    assert fault in text
+    assert "nonsense is unknown" in text
