@@ -1,18 +1,20 @@
-"""One HTTP client of each kind per event loop, for everybody who runs on that loop.
+"""HTTP clients that all code on an event loop shares: one of each kind per loop, and the one class of httpx clients.
 
-Making a client costs some 30 ms of certificates; sharing one also shares its open connections. Clients are made on
-first use and closed with the loop: they are held by an asynchronous generator, which `asyncio.run` (and whoever else
-calls `loop.shutdown_asyncgens`) finishes. Closing one, or leaving its `async with`, does nothing: others share it. The
-table of loops is module state because it must be: a client belongs to a loop, a loop has no place to keep one, and user
-code that asks for a client has nothing else in hand.
+Making a client loads certificates, some 30 ms; sharing one also shares its open connections. Clients are made on first
+use and closed with the loop: an asynchronous generator holds them, which `asyncio.run` (and whatever else calls
+`loop.shutdown_asyncgens`) finishes. Closing one, or leaving its `async with`, does nothing: others share it.
+
+The table of loops is module state because it must be: a client belongs to a loop, a loop has no place to keep one, and
+user code that asks for a client has nothing else in hand.
 """
 
 import asyncio
 import os
 import urllib.request
 import weakref
-from collections.abc import AsyncGenerator
-from typing import TYPE_CHECKING
+from collections.abc import AsyncGenerator, Mapping
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Self
 
 from areal.utils.net import LOOPBACK_HOSTS, bypass_proxies
 
@@ -31,7 +33,7 @@ class SharedClients:
 
     def __init__(self) -> None:
         self._aiohttp: aiohttp.ClientSession | None = None
-        self._httpx: httpx.AsyncClient | None = None
+        self._httpx: Any = None
 
     def aiohttp_session(self) -> "aiohttp.ClientSession":
         if self._aiohttp is None:
@@ -40,8 +42,11 @@ class SharedClients:
 
     def httpx_client(self) -> "httpx.AsyncClient":
         if self._httpx is None:
-            self._httpx = _new_httpx_client()
-        return self._httpx
+            import httpx
+
+            self._httpx = shareable_client(httpx)
+        client: httpx.AsyncClient = self._httpx
+        return client
 
     async def aclose(self) -> None:
         session, self._aiohttp = self._aiohttp, None
@@ -49,7 +54,7 @@ class SharedClients:
         if session is not None:
             await type(session).close(session)
         if client is not None:
-            await client.end()  # type: ignore[attr-defined]
+            await client.end()
 
 
 _Held = tuple[SharedClients, AsyncGenerator[SharedClients, None]]
@@ -84,11 +89,40 @@ async def _hold(loop: asyncio.AbstractEventLoop, clients: SharedClients) -> Asyn
         await clients.aclose()
 
 
+def shareable_client(module: ModuleType, mounts: Mapping[str, Any] | None = None) -> Any:
+    """An `AsyncClient` of `module` (httpx or httpx2) that its users cannot close; `end()` does.
+
+    Agents wrap a client in an SDK's `async with`, which must leave it open for the others. `mounts` are transports by
+    address; a loopback address without one is reached directly, whatever HTTP_PROXY says.
+    """
+    http: Any = module
+
+    class SharedClient(http.AsyncClient):
+        async def aclose(self) -> None:
+            """Leave it open: others share it."""
+
+        async def __aenter__(self) -> Self:
+            return self
+
+        async def __aexit__(self, *exc_info: object) -> None:
+            """Leave it open: others share it."""
+
+        async def end(self) -> None:
+            await super().aclose()
+
+    direct = {f"all://[{host}]" if ":" in host else f"all://{host}": None for host in LOOPBACK_HOSTS}
+    return SharedClient(
+        limits=http.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEPALIVE_SECONDS),
+        timeout=http.Timeout(READ_SECONDS, connect=CONNECT_SECONDS),
+        mounts={**direct, **(mounts or {})},
+    )
+
+
 def _new_aiohttp_session() -> "aiohttp.ClientSession":
     import aiohttp
 
-    # aiohttp asks the environment for a proxy at each request, in a thread: it must find loopback excepted there,
-    # and need not ask where no proxy is set.
+    # aiohttp looks for a proxy in the environment at each request, in a thread: it must find loopback excepted there,
+    # and need not look where no proxy is set.
     proxied = bool(urllib.request.getproxies())
     if proxied:
         os.environ.update(bypass_proxies(os.environ))
@@ -101,29 +135,5 @@ def _new_aiohttp_session() -> "aiohttp.ClientSession":
     async def leave_open() -> None:
         """Others share it."""
 
-    session.close = leave_open  # type: ignore[method-assign]  # its class discourages heirs
+    session.close = leave_open  # type: ignore[method-assign]  # its class warns against subclasses
     return session
-
-
-def _new_httpx_client() -> "httpx.AsyncClient":
-    import httpx
-
-    class SharedClient(httpx.AsyncClient):
-        async def aclose(self) -> None:
-            """Leave it open: others share it."""
-
-        async def __aenter__(self) -> "SharedClient":
-            return self
-
-        async def __aexit__(self, *exc_info: object) -> None:
-            """Leave it open: others share it."""
-
-        async def end(self) -> None:
-            await super().aclose()
-
-    direct = {f"all://[{host}]" if ":" in host else f"all://{host}": None for host in LOOPBACK_HOSTS}
-    return SharedClient(
-        limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEPALIVE_SECONDS),
-        timeout=httpx.Timeout(READ_SECONDS, connect=CONNECT_SECONDS),
-        mounts=direct,
-    )

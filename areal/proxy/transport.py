@@ -17,6 +17,8 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Scope
 
+from areal.infra.http_clients import shareable_client
+
 QUEUED_CHUNKS = 64
 """How far an answer may run ahead of its reader."""
 CLOSE_SECONDS = 5.0
@@ -103,38 +105,11 @@ def scope_of(method: str, url: Any, headers: list[tuple[bytes, bytes]]) -> Scope
 
 
 CALL_SECONDS = 600.0
-CONNECT_SECONDS = 10.0
-LOOPBACK = ("all://127.0.0.1", "all://localhost", "all://[::1]")
 
 
 def shared_client(module: ModuleType, app: ASGIApp, origins: list[str]) -> Any:
-    """An `AsyncClient` of that module for all agents of a process; `end()` closes it.
-
-    `aclose` is for its users, who may wrap it in an SDK's `async with`: it leaves the client open for the others.
-    """
-    http: Any = module
-
-    class SharedClient(http.AsyncClient):
-        async def aclose(self) -> None:
-            """Leave the client open: others share it."""
-
-        async def __aenter__(self) -> Any:
-            return self
-
-        async def __aexit__(self, *exc_info: object) -> None:
-            """Leave the client open: others share it."""
-
-        async def end(self) -> None:
-            await super().aclose()
-
-    # A loopback address without a transport of its own gets the plain one, whatever HTTP_PROXY says.
-    mounts: dict[str, Any] = dict.fromkeys(LOOPBACK)
-    mounts |= dict.fromkeys(origins, in_process_transport(module, app))
-    return SharedClient(
-        mounts=mounts,
-        timeout=http.Timeout(CALL_SECONDS, connect=CONNECT_SECONDS),
-        limits=http.Limits(max_connections=None, max_keepalive_connections=256),
-    )
+    """An `AsyncClient` of that module for all agents of a process, which runs the app for calls to `origins`."""
+    return shareable_client(module, dict.fromkeys(origins, in_process_transport(module, app)))
 
 
 def in_process_transport(module: ModuleType, app: ASGIApp) -> Any:
