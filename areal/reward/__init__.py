@@ -1,4 +1,4 @@
-"""Scores: functions from a completion to a number. Each loads on first use, with the libraries that it needs.
+"""Reward functions: from a completion to a number. Each loads on first use, with the libraries that it needs.
 
 A config names one by its import string: `reward_fn: areal.reward.gsm8k_reward`.
 """
@@ -29,7 +29,7 @@ __all__ = [
     "run_program",
 ]
 
-_HOMES = {
+_MODULES = {
     "SandboxLimits": "sandbox",
     "code_reward": "code",
     "countdown_reward": "countdown",
@@ -44,6 +44,6 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

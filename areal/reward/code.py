@@ -1,14 +1,14 @@
 """1.0 if the program in a completion passes every test of its task, else 0.0.
 
 The program is the last fenced block, or the whole completion if there is none; it is Python, with the standard library.
-`tests` are one of two kinds, or some of each:
+`tests` are of two kinds, which may be mixed:
 
-- `{"input": "3 4", "output": "7"}`: run it on this standard input, and compare what it prints, but for white space at
-  the ends of lines and of the text. The expected output never enters the sandbox.
-- `"assert add(3, 4) == 7"`: statements that run behind it, in one interpreter with it. A program that means to can
-  fool them; use the other kind where that matters.
+- `{"input": "3 4", "output": "7"}`: run the program on this standard input and compare what it prints, ignoring white
+  space at the ends of lines and of the text. The expected output never enters the sandbox.
+- `"assert add(3, 4) == 7"`: statements that run after the program, in the same interpreter. A program can cheat here;
+  use the other kind where that matters.
 
-It runs in a sandbox (`areal/reward/sandbox.py`); `limits.timeout_seconds` is for all tests together.
+The program runs in a sandbox (`areal/reward/sandbox`); `limits.timeout_seconds` covers all tests together.
 """
 
 import dataclasses
@@ -36,22 +36,22 @@ def code_reward(
     limits: SandboxLimits = SandboxLimits(),  # noqa: B008  (frozen)
     **_: Any,
 ) -> float:
-    """`tests` may also be the JSON text of such a list, which is how a table's column can hold both kinds."""
-    statements, pairs = _sorted(json.loads(tests) if isinstance(tests, str) else tests)
+    """`tests` may also be the JSON text of such a list, so that one column of a table can hold both kinds."""
+    statements, pairs = _by_kind(json.loads(tests) if isinstance(tests, str) else tests)
     program = extract_program(completion)
     deadline = time.monotonic() + limits.timeout_seconds
-    if statements and not _holds(program, statements, limits):
+    if statements and not _passes_statements(program, statements, limits):
         return 0.0
-    return float(all(_prints(program, pair, _remaining(limits, deadline)) for pair in pairs))
+    return float(all(_passes_pair(program, pair, _remaining(limits, deadline)) for pair in pairs))
 
 
 def extract_program(completion: str) -> str:
-    """The last fenced block; one that is cut off counts as far as it goes."""
+    """The last fenced block; one that is cut off counts up to where it ends."""
     blocks: list[str] = _FENCE.findall(completion)
     return blocks[-1] if blocks else completion
 
 
-def _sorted(tests: Sequence[Test]) -> tuple[list[str], list[Mapping[str, Any]]]:
+def _by_kind(tests: Sequence[Test]) -> tuple[list[str], list[Mapping[str, Any]]]:
     statements = [test for test in tests if isinstance(test, str)]
     pairs = [test for test in tests if isinstance(test, Mapping) and {"input", "output"} <= set(test)]
     if not tests or len(statements) + len(pairs) < len(tests):
@@ -59,15 +59,15 @@ def _sorted(tests: Sequence[Test]) -> tuple[list[str], list[Mapping[str, Any]]]:
     return statements, pairs
 
 
-def _holds(program: str, statements: list[str], limits: SandboxLimits) -> bool:
-    """Success is a word at the end of the output, so that a program which exits before the tests has not passed."""
+def _passes_statements(program: str, statements: list[str], limits: SandboxLimits) -> bool:
+    """Success prints a secret word last, so a program that exits before the tests does not pass."""
     word = secrets.token_hex(16)
     text = "\n".join([program, *statements, f"import sys; sys.stdout.flush(); sys.stdout.write({word!r})"])
     run = run_program(text, limits=limits)
     return run.status == 0 and run.output.endswith(word)
 
 
-def _prints(program: str, pair: Mapping[str, Any], limits: SandboxLimits | None) -> bool:
+def _passes_pair(program: str, pair: Mapping[str, Any], limits: SandboxLimits | None) -> bool:
     if limits is None:
         return False
     run = run_program(program, str(pair["input"]), limits)

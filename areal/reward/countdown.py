@@ -1,7 +1,7 @@
 """1.0 if a completion reaches the target with the given numbers, each used exactly once, else 0.0.
 
 The expression is the completion's last line up to any `=`: whole numbers, + - * / and brackets, computed exactly. It is
-parsed here and never executed; what is longer than a person would write is wrong.
+parsed here and never executed; an expression longer than a person would write counts as wrong.
 """
 
 import re
@@ -39,7 +39,7 @@ def reaches(expression: str, numbers: Sequence[int], target: int) -> bool:
 
 
 def _tokens(expression: str) -> list[str] | None:
-    """None = there is something in it that does not belong in an expression."""
+    """None = it holds something that does not belong in an expression."""
     if len(expression) > MAX_CHARACTERS or not expression.isascii():
         return None
     return None if _TOKEN.sub("", expression).strip() else _TOKEN.findall(expression)
@@ -54,7 +54,7 @@ def _evaluate(tokens: list[str]) -> Fraction:
 
 
 def _sum(token: str, rest: Iterator[str]) -> tuple[Fraction, str]:
-    """The value of a sum that begins with `token`, and the first token behind it; so do the others."""
+    """The value of a sum that begins with `token`, and the first token after it; the others do likewise."""
     value, token = _product(token, rest)
     while token in ("+", "-"):
         sign = 1 if token == "+" else -1
@@ -82,5 +82,5 @@ def _factor(token: str, rest: Iterator[str]) -> tuple[Fraction, str]:
             raise SyntaxError("a bracket is not closed")
         return value, next(rest)
     if not token.isdigit():
-        raise SyntaxError(f"a number must stand where {token!r} is")
+        raise SyntaxError(f"expected a number, got {token!r}")
     return Fraction(token), next(rest)

@@ -1,9 +1,9 @@
 """1.0 if a completion says exactly the expected answer, else 0.0.
 
 Where the answer is a number, the completion's last number is compared with it, as text: `0125` is not `125`, because
-the answer may be a sequence of digits and not a quantity. Any other answer must be the whole completion, but for white
-space around it. A solution that ends in `#### 12` has the answer `12`. For quantities and marked completions there is
-`math_answer`.
+the answer may be a sequence of digits and not a quantity. Any other answer must be the whole completion, apart from
+white space around it. A solution that ends in `#### 12` has the answer `12`. `math_answer` compares quantities and
+reads marked answers.
 """
 
 import re

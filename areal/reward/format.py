@@ -1,9 +1,9 @@
-"""1.0 if a completion has the form that was asked for, else 0.0; what it says does not matter.
+"""1.0 if a completion has the required form, else 0.0, whatever its content.
 
 The form is `<think>...</think><answer>...</answer>`: each tag once, in this order, nothing but white space around them.
-Other tags, or a regular expression for the whole completion, come as arguments:
-`functools.partial(format_reward, tags=("plan", "code"))`, or as keys of the task. A prompt that ends with the first
-opening tag has opened it for the completion.
+Other tags, or a regular expression for the whole completion, are given as arguments:
+`functools.partial(format_reward, tags=("plan", "code"))`, or as keys of the task. If the prompt ends with the first
+opening tag, the completion begins inside it.
 """
 
 import re
@@ -21,7 +21,7 @@ def format_reward(
     pattern: str | None = None,
     **_: Any,
 ) -> float:
-    """`pattern`, if there is one, counts instead of `tags`; `.` matches line ends too."""
+    """`pattern`, if given, replaces `tags`; its `.` matches line ends too."""
     if pattern is not None:
         return float(re.fullmatch(pattern, completion, re.DOTALL) is not None)
     opening = f"<{tags[0]}>"

@@ -1,8 +1,9 @@
-r"""1.0 if a completion ends at the number that the answer ends at, else 0.0: grade-school problems in the GSM8K form.
+r"""1.0 if a completion's final number is the answer's, else 0.0: grade-school problems in the GSM8K format.
 
-The answer is a solution with its number behind `####`, or that number. Of the completion counts what stands in the last
-`\boxed{...}`, else behind the last `####`, else behind "answer is", else its last number. Behind `=` stands the result.
-Currency, thousands separators, percent signs and units are ignored: `$1,000`, `1000 dollars` and `1000.00` are one.
+The answer is a solution with its number after `####`, or that number alone. The completion's final number is taken from
+its last `\boxed{...}`, else after the last `####`, else after "answer is", else it is the last number; in `9 * 2 = 18`
+it is the one after `=`. Currency, thousands separators, percent signs and units are ignored: `$1,000`, `1000 dollars`
+and `1000.00` are equal.
 """
 
 from typing import Any
@@ -18,6 +19,6 @@ def gsm8k_reward(
 
 
 def final_number(text: str) -> str | None:
-    """The number that `text` ends at, as it is written; None if there is none."""
+    """The final number of `text`, as it is written; None if there is none."""
     answer = extract_answer(text.replace("\N{MINUS SIGN}", "-"))
     return None if answer is None else number_in(answer.rstrip(" =").rpartition("=")[2], first=True)

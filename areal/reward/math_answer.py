@@ -1,10 +1,10 @@
 r"""1.0 if a completion's final answer equals the expected one as a quantity, else 0.0.
 
-The final answer is the first of these that is there, each in its last occurrence: `\boxed{...}`, the text behind
-`####`, the text behind "answer is" or "answer:", the last number. Two numbers are compared as quantities (`1,000`,
-`$1000`, `1e3` and `1000.0` are one; `\frac{1}{2}`, `1/2` and `0.5` are one), two other answers as text without
-case and spacing. Symbolic equivalence is not attempted. Time is linear in the text and numbers are bounded, so that no
-completion can make a caller wait.
+The final answer is the first of these that is present, each in its last occurrence: `\boxed{...}`, the text after
+`####`, the text after "answer is" or "answer:", the last number. Two numbers are compared as quantities (`1,000`,
+`$1000`, `1e3` and `1000.0` are equal; so are `\frac{1}{2}`, `1/2` and `0.5`), two other answers as text, ignoring case
+and spacing. Symbolic equivalence is not attempted. Time is linear in the text and the length of numbers is bounded, so
+that no completion can make a caller wait.
 """
 
 import math
@@ -18,7 +18,7 @@ _RELATIVE_TOLERANCE = 1e-6
 _NUMBER = re.compile(r"(?<![\d.])-?\$?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][-+]?\d{1,2}\b|/\d+)?")
 _DECIMAL = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d{1,2})?")
 _FRACTION = re.compile(r"([-+]?)\s*\\[dt]?frac\s*\{\s*(-?\d+)\s*\}\s*\{\s*(-?\d+)\s*\}")
-_SAID = re.compile(r"answer(?:\s+is\b\s*:?|\s*:)([^\n]*)", re.IGNORECASE)
+_STATED = re.compile(r"answer(?:\s+is\b\s*:?|\s*:)([^\n]*)", re.IGNORECASE)
 _SIGNS = re.compile(r"\\?[$%]|\\[,;! ]|(?<=\d)\{?,\}?(?=\d{3}(?!\d))")
 _NOISE = re.compile(r"\\(?:text|mathrm)\b|[\s{}*]")
 
@@ -36,14 +36,14 @@ def extract_answer(completion: str) -> str | None:
     marked = marked_answer(completion)
     if marked is not None:
         return marked
-    said = _SAID.findall(completion)
-    if said and said[-1].strip():
-        return _said(said[-1])
+    stated = _STATED.findall(completion)
+    if stated and stated[-1].strip():
+        return _stated_answer(stated[-1])
     return number_in(completion, first=False)
 
 
 def marked_answer(text: str) -> str | None:
-    r"""What stands in the last `\boxed{...}`, else on the line behind the last `####`."""
+    r"""The content of the last `\boxed{...}`, else the line after the last `####`."""
     boxed = _last_boxed(text)
     if boxed is not None:
         return boxed
@@ -54,14 +54,14 @@ def marked_answer(text: str) -> str | None:
 def answers_equal(left: str, right: str) -> bool:
     a, b = parse_number(left), parse_number(right)
     if a is None or b is None:
-        return a is b and _plain(left) == _plain(right)
+        return a is b and _normalised(left) == _normalised(right)
     if a.denominator == b.denominator == 1:
         return a == b
     return math.isclose(a, b, rel_tol=_RELATIVE_TOLERANCE)
 
 
 def parse_number(text: str) -> Fraction | None:
-    """The quantity that `text` is, or None if it is anything else or too long to be an answer."""
+    """The quantity that `text` writes, or None if it is something else or too long to be an answer."""
     if len(text) > _MAX_NUMBER_CHARS:
         return None
     bare = _FRACTION.sub(r"\1\2/\3", _SIGNS.sub("", text)).strip().strip("*").rstrip(".")
@@ -88,11 +88,11 @@ def _last_boxed(text: str) -> str | None:
     return None
 
 
-def _said(line: str) -> str:
-    """The answer in what follows "answer is": all of it if it is a number, else the first number behind any `=`."""
+def _stated_answer(line: str) -> str:
+    """The answer in what follows "answer is": all of it if it is a number, else the first number after any `=`."""
     tail = line.rpartition("=")[2].strip(" .*")
     return tail if parse_number(tail) is not None else number_in(tail, first=True) or tail
 
 
-def _plain(text: str) -> str:
+def _normalised(text: str) -> str:
     return _NOISE.sub("", _SIGNS.sub("", text)).rstrip(".").casefold()

@@ -1,8 +1,8 @@
 r"""1.0 if math-verify finds a completion's answer equal to the expected one, else 0.0.
 
-It compares as mathematics: `(x+1)^2` is `x^2+2x+1`, `\sqrt{12}` is `2\sqrt{3}`, `\{1,2\}` is `\{2,1\}`. Needs the
-library of that name (`pip install areal[math]`); `math_answer` compares numbers without it. In the main thread, where
-a reward pool calls it, the library limits its own time; in another thread it cannot, and the caller must.
+It compares mathematically: `(x+1)^2` equals `x^2+2x+1`, `\sqrt{12}` equals `2\sqrt{3}`, `\{1,2\}` equals `\{2,1\}`.
+Needs the library of that name (`pip install areal[math]`); `math_answer` compares numbers without it. In the main
+thread, where a reward pool calls it, the library limits its own time; in another thread it cannot, so the caller must.
 """
 
 import threading
@@ -23,7 +23,7 @@ _SECONDS = 3
 def math_verify_reward(
     prompt: Any, completion: str, prompt_ids: list[int], completion_ids: list[int], answer: Any, **_: Any
 ) -> float:
-    # The library's alarm needs the main thread. Elsewhere it raises unless it is told not to set one.
+    # The library's alarm needs the main thread; elsewhere it raises unless it has no time limit.
     seconds = _SECONDS if threading.current_thread() is threading.main_thread() else None
     expected = parse(_boxed(str(answer)), parsing_timeout=seconds)
     found = parse(completion, parsing_timeout=seconds)
@@ -31,5 +31,5 @@ def math_verify_reward(
 
 
 def _boxed(answer: str) -> str:
-    """As mathematics, which the library sees only inside of marks: bare `x^2` it would not read at all."""
+    """Marked as mathematics: the library does not read a bare `x^2` at all."""
     return "\\boxed{" + (marked_answer(answer) or answer) + "}"

@@ -14,13 +14,13 @@ TEXT = st.text(st.sampled_from("<>/ab \n") | st.characters(), max_size=30).filte
 
 
 @given(thought=TEXT, said=TEXT, gap=st.text(" \n", max_size=3))
-def test_any_text_may_stand_between_the_tags(thought: str, said: str, gap: str) -> None:
+def test_any_text_may_be_between_the_tags(thought: str, said: str, gap: str) -> None:
     completion = f"{gap}<think>{thought}</think>{gap}<answer>{said}</answer>{gap}"
     assert format_reward("q", completion, [], [], answer="1") == 1.0
 
 
 @given(text=TEXT)
-def test_nothing_may_stand_outside_of_them(text: str) -> None:
+def test_nothing_may_be_outside_of_them(text: str) -> None:
     completion = f"<think>a</think>{text}<answer>b</answer>"
     assert format_reward("q", completion, [], []) == float(not text.strip())
 

@@ -1,4 +1,4 @@
-"""The number behind `####`, however people write numbers."""
+"""The final number, however it is written."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What a program may not do in the sandbox, tried for real behind each kind of wall."""
+"""What a program may not do in the sandbox, tried for real under each kind of isolation."""
 
 import os
 import secrets
@@ -15,7 +15,7 @@ from areal.reward.sandbox import ProgramRun, SandboxLimits, run_program
 LIMITS = SandboxLimits(timeout_seconds=30)
 
 
-class Wall:
+class Sandbox:
     def __init__(self, isolation: str) -> None:
         self.isolation = isolation
 
@@ -26,10 +26,10 @@ class Wall:
 
 
 @pytest.fixture(params=["namespaces", "guard"])
-def wall(request: pytest.FixtureRequest) -> Wall:
+def sandbox(request: pytest.FixtureRequest) -> Sandbox:
     if request.param == "namespaces":
         need_namespaces()
-    return Wall(request.param)
+    return Sandbox(request.param)
 
 
 def need_namespaces() -> None:
@@ -61,13 +61,13 @@ def assert_they_end(word: str) -> None:
             os.close(end)
 
 
-def test_a_program_reads_its_input_and_its_output_and_status_come_back(wall: Wall) -> None:
+def test_a_program_reads_its_input_and_its_output_and_status_come_back(sandbox: Sandbox) -> None:
     text = "import sys\nprint(sum(map(int, input().split())), __name__, 'é')\nprint('oh', file=sys.stderr)\nsys.exit(3)"
-    run = wall.run(text, "3 4\n")
+    run = sandbox.run(text, "3 4\n")
     assert (run.status, run.output, run.errors) == (3, "7 __main__ é\n", "oh\n")
 
 
-def test_ordinary_programs_find_the_standard_library_threads_and_a_place_to_write(wall: Wall) -> None:
+def test_ordinary_programs_find_the_standard_library_threads_and_a_place_to_write(sandbox: Sandbox) -> None:
     text = """
 import asyncio, bisect, collections, dataclasses, decimal, fractions, functools, heapq, itertools, json, math, random
 import re, sys, threading
@@ -81,22 +81,22 @@ thread.join()
 Path("note").write_text("kept")
 print(said, open("note").read(), collections.namedtuple("B", "y")(4).y)
 """
-    run = wall.run(text)
+    run = sandbox.run(text)
     assert (run.status, run.output) == (0, "[3] kept 4\n"), run.errors
 
 
-def test_no_network_not_even_to_this_machine(wall: Wall) -> None:
+def test_no_network_not_even_to_this_machine(sandbox: Sandbox) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.setblocking(False)
         text = f"import socket\ntry:\n    socket.create_connection(('127.0.0.1', {server.getsockname()[1]}), 5)\n"
-        run = wall.run(text + "except OSError as error:\n    print('refused')")
+        run = sandbox.run(text + "except OSError as error:\n    print('refused')")
         assert run.output == "refused\n", run.errors
         with pytest.raises(BlockingIOError):
             server.accept()
 
 
 def test_no_secret_of_ours_is_in_its_environment_or_within_its_reach(
-    wall: Wall, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("OUR_API_KEY", "sk-secret")
     (tmp_path / "token").write_text("sk-secret")
@@ -110,22 +110,22 @@ for path in [*glob.glob("/proc/[0-9]*/environ"), {str(tmp_path / "token")!r}, "/
         pass
 print(found)
 """
-    assert wall.run(text).output == "[]\n"
+    assert sandbox.run(text).output == "[]\n"
 
 
-def test_nothing_outside_its_directory_can_be_written(wall: Wall, tmp_path: Path) -> None:
+def test_nothing_outside_its_directory_can_be_written(sandbox: Sandbox, tmp_path: Path) -> None:
     (tmp_path / "kept").write_text("kept")
     new, kept = str(tmp_path / "new"), str(tmp_path / "kept")
     for action in (f"open({new!r}, 'w')", f"os.mkdir({new!r})", f"os.remove({kept!r})", f"os.rename({kept!r}, 'mine')"):
-        assert wall.run(f"import os\n{action}").status != 0
+        assert sandbox.run(f"import os\n{action}").status != 0
     assert [file.name for file in tmp_path.iterdir()] == ["kept"]
 
 
-def test_no_other_process_can_be_signalled(wall: Wall) -> None:
-    assert wall.run(f"import os\nos.kill({os.getpid()}, 0)").status != 0
+def test_no_other_process_can_be_signalled(sandbox: Sandbox) -> None:
+    assert sandbox.run(f"import os\nos.kill({os.getpid()}, 0)").status != 0
 
 
-def test_processes_are_bounded_and_end_with_the_program(wall: Wall) -> None:
+def test_processes_are_bounded_and_end_with_the_program(sandbox: Sandbox) -> None:
     text = """
 import os, signal
 started = 0
@@ -137,24 +137,24 @@ try:
 except OSError:
     print(started)
 """
-    run = wall.run(text)
+    run = sandbox.run(text)
     assert run.status == 0
     assert int(run.output) < LIMITS.processes
 
 
-def test_memory_is_bounded(wall: Wall) -> None:
-    run = wall.run("try:\n    bytearray(10 << 30)\nexcept MemoryError:\n    print('no more')")
+def test_memory_is_bounded(sandbox: Sandbox) -> None:
+    run = sandbox.run("try:\n    bytearray(10 << 30)\nexcept MemoryError:\n    print('no more')")
     assert run.output == "no more\n"
 
 
-def test_output_is_bounded(wall: Wall) -> None:
-    run = wall.run("while True: print('x' * 1000)", limits=SandboxLimits(30, output_bytes=100_000))
+def test_output_is_bounded(sandbox: Sandbox) -> None:
+    run = sandbox.run("while True: print('x' * 1000)", limits=SandboxLimits(30, output_bytes=100_000))
     assert run.status not in (0, None)
     assert len(run.output) == 100_000
 
 
-def test_a_program_that_never_ends_is_killed(wall: Wall) -> None:
-    assert wall.run("while True: pass", limits=SandboxLimits(1)).status is None
+def test_a_program_that_never_ends_is_killed(sandbox: Sandbox) -> None:
+    assert sandbox.run("while True: pass", limits=SandboxLimits(1)).status is None
 
 
 def test_what_a_program_started_is_killed_with_it() -> None:
@@ -184,7 +184,7 @@ def test_a_limit_must_be_positive() -> None:
         SandboxLimits(memory_bytes=0)
 
 
-def test_nothing_is_left_on_disk(wall: Wall, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_nothing_is_left_on_disk(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    wall.run("open('a', 'w').write('b')")
+    sandbox.run("open('a', 'w').write('b')")
     assert list(tmp_path.iterdir()) == []

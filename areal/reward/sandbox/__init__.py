@@ -1,13 +1,13 @@
-"""Run a program that nobody has read: a model's.
+"""Run an untrusted program, one that a model wrote.
 
-`run_program` starts Python without an environment, in an empty directory, under limits of time, memory, output, files
-and processes, and ends it with everything it started. `ProgramRun.isolation` says what kept it from the network and
-from other people's files:
+`run_program` starts Python without environment variables, in an empty directory, with limits on time, memory, output,
+files and processes, and in the end kills it and everything it started. `ProgramRun.isolation` says what kept it from
+the network and from other files:
 
 - `namespaces`: the kernel. No network interface, no other process, and of the file system only the Python installation,
-  read-only. Linux 5.12 or newer, for root, or for anybody where unprivileged user namespaces are allowed.
+  read-only. Linux 5.12 or newer, as root, or as any user where unprivileged user namespaces are allowed.
 - `guard`: an audit hook in the program's own interpreter, which refuses sockets, processes, signals, ctypes, and files
-  outside its directory. It stops code that wanders off, not an attacker who brings machine code.
+  outside its directory. It stops careless code, not an attacker who brings machine code.
 """
 
 import json
@@ -25,7 +25,7 @@ from typing import IO, Any, Literal
 from areal.config.errors import require
 
 _HERE = Path(__file__).parent
-_END_SECONDS = 10.0
+_REAP_SECONDS = 10.0
 
 Isolation = Literal["namespaces", "guard"]
 
@@ -33,7 +33,7 @@ Isolation = Literal["namespaces", "guard"]
 @dataclass(frozen=True)
 class SandboxLimits:
     timeout_seconds: float = 10.0
-    """From start to end, then everything is killed."""
+    """From start to end; then everything is killed."""
     memory_bytes: int = 512 << 20
     """Address space of each process."""
     output_bytes: int = 1 << 20
@@ -54,7 +54,7 @@ class ProgramRun:
     output: str
     errors: str
     isolation: Isolation | None
-    """None = it did not live to tell."""
+    """None = it was killed before it could report."""
 
 
 def run_program(
@@ -64,7 +64,7 @@ def run_program(
     *,
     namespaces: bool = True,
 ) -> ProgramRun:
-    """Run a Python program to its end or its deadline. `namespaces=False` goes straight to the guard."""
+    """Run a Python program until it ends or reaches its deadline. `namespaces=False` uses the guard at once."""
     require(sys.platform == "linux", f"programs run in a sandbox on Linux only, this is {sys.platform}")
     with (
         tempfile.TemporaryDirectory(prefix="areal-program-", ignore_cleanup_errors=True) as scratch,
@@ -76,15 +76,15 @@ def run_program(
         standard_in.write(stdin.encode(errors="replace"))
         standard_in.seek(0)
         report = _launch(scratch, (standard_in, output, errors), limits, namespaces)
-        said, complained = (_read(file, limits.output_bytes) for file in (output, errors))
+        standard_out, standard_err = (_read(file, limits.output_bytes) for file in (output, errors))
     if report == b"":
-        raise RuntimeError(f"the sandbox ended without a report: {complained[-500:].strip()}")
+        raise RuntimeError(f"the sandbox ended without a report: {standard_err[-500:].strip()}")
     status, isolation = json.loads(report) if report is not None else (None, None)
-    return ProgramRun(status, said, complained, isolation)
+    return ProgramRun(status, standard_out, standard_err, isolation)
 
 
 def _launch(scratch: str, streams: tuple[IO[bytes], ...], limits: SandboxLimits, namespaces: bool) -> bytes | None:
-    """What the launcher reports; None = the deadline came first."""
+    """The launcher's report; None = the deadline came first."""
     ours, theirs = os.pipe()
     with open(ours, "rb", buffering=0) as report:
         try:
@@ -104,12 +104,12 @@ def _launch(scratch: str, streams: tuple[IO[bytes], ...], limits: SandboxLimits,
             ready, _, _ = select.select([report], [], [], limits.timeout_seconds)
             return report.read() if ready else None
         finally:
-            os.killpg(process.pid, signal.SIGKILL)  # not reaped yet, so the number is still its own
-            process.wait(_END_SECONDS)
+            os.killpg(process.pid, signal.SIGKILL)  # not reaped yet, so the process id is still its own
+            process.wait(_REAP_SECONDS)
 
 
 def _python() -> str:
-    """The interpreter itself and not that of a virtual environment, whose directory the program does not see."""
+    """The base interpreter, not a virtual environment's, whose directory is hidden from the program."""
     return os.path.realpath(getattr(sys, "_base_executable", sys.executable))
 
 

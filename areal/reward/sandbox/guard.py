@@ -1,15 +1,15 @@
-"""Runs a program behind an audit hook, where there are no namespaces. Stands alone: its text is passed to `-c`.
+"""Runs a program under an audit hook, where there are no namespaces. Imports nothing of ours: its text goes to `-c`.
 
 Arguments: the program's file, then the directories that it may read. It may write below its working directory. Every
-audited action that is not listed here is refused: sockets, processes, signals, ctypes. This stops Python code that
-wanders off; it does not stop an attacker who brings machine code.
+audited action that is not listed here is refused: sockets, processes, signals, ctypes. This stops careless Python code;
+it does not stop an attacker who brings machine code.
 """
 
 import _posixsubprocess
 import os
 import sys
 
-PLAIN = (
+HARMLESS = (
     "array.__new__",
     "builtins.",
     "code.__new__",
@@ -34,10 +34,10 @@ PLAIN = (
     "time.sleep",
     "_thread.",
 )
-"""Beginnings of events that touch nothing outside the interpreter."""
+"""Prefixes of events that touch nothing outside the interpreter."""
 FILES = ("os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.truncate", "shutil.")
 MODULES = {"ctypes", "_ctypes", "_testcapi", "_xxsubinterpreters", "_interpreters"}
-"""Ways to native code and around this hook."""
+"""Modules that lead to native code and around this hook."""
 
 
 def main() -> None:
@@ -63,7 +63,7 @@ def refuse_all_but(readable: list[str], scratch: str) -> None:
         elif event.startswith(FILES):
             allowed = all(_below(each, [scratch]) for each in arguments if isinstance(each, str | bytes))
         else:
-            allowed = event.startswith(PLAIN)
+            allowed = event.startswith(HARMLESS)
         if not allowed:
             raise PermissionError(f"the sandbox refuses {event}")
 

@@ -1,8 +1,8 @@
-"""Starts one program inside a sandbox and reports how it ended. Stands alone: `sandbox.py` runs this file with `-I -S`.
+"""Starts one program inside a sandbox and reports how it ended. Imports nothing of ours: it is run with `-I -S`.
 
 Where the kernel permits it, the program gets namespaces of its own: no network, no other processes, and a file system
-that holds the Python installation read-only and one empty directory. Elsewhere it runs under `guard.py`.
-Limits hold either way, and killing this process ends everything that it started.
+that holds the Python installation, read-only, and one empty directory. Elsewhere it runs under `guard.py`.
+The limits hold either way, and killing this process ends everything that it started.
 
 Its processes: this one, which waits; in namespaces their init, which reaps; the program.
 """
@@ -21,7 +21,7 @@ SYSTEM_FILES = ("/etc/ld.so.cache", "/dev/null", "/dev/urandom")
 SCRATCH_BYTES = 64 << 20
 NOBODY = 65534
 FIRST_OWN_USER = 2_000_000_000
-"""Where root starts it, each sandbox has a user of its own, so that its processes are counted alone."""
+"""Started by root, each sandbox gets a user id of its own, so that only its own processes count."""
 
 _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
 _NEW_NAMESPACES = 0x00020000 | 0x04000000 | 0x08000000 | 0x20000000 | 0x40000000  # mount, UTS, IPC, PID, network
@@ -38,12 +38,12 @@ def main() -> None:
     os.set_inheritable(job["report"], False)
     _die_with_parent()
     if os.getppid() != job["parent"]:
-        return  # it ended before
+        return  # the parent has already ended
     with open(PROGRAM, "rb") as file:
         text = file.read()
     own_user = _own_user()
     isolated = job["namespaces"] and _entered_namespaces(job["scratch"], own_user)
-    _die_with_parent()  # a change of user forgets it
+    _die_with_parent()  # a change of user clears it
     with open(PROGRAM, "wb") as file:
         file.write(text)
     status = _run(job, isolated, own_user)
@@ -63,16 +63,16 @@ def _run(job: dict[str, Any], isolated: bool, own_user: int | None) -> int:
             os._exit(1)
     os.close(writer)
     with open(trouble, "rb") as file:
-        said = file.read().decode()
-    if said:
-        raise RuntimeError(f"the program could not be started: {said}")
+        failure = file.read().decode()
+    if failure:
+        raise RuntimeError(f"the program could not be started: {failure}")
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def _become_program(job: dict[str, Any], isolated: bool, own_user: int | None) -> NoReturn:
     if isolated:
         _die_with_parent()
-        _leave_an_init_behind()
+        _fork_from_init()
     counted = isolated
     if own_user is not None and os.getuid() == 0 and (isolated or _can_start_python(own_user)):
         _become_user(own_user)
@@ -89,7 +89,7 @@ def _die_with_parent() -> None:
 
 
 def _own_user() -> int | None:
-    """A user that no one else is; None if this is not root, or if its container has no such user."""
+    """A user id that no one else has; None if this is not root, or its container cannot map such an id."""
     if os.getuid() != 0:
         return None
     try:
@@ -107,7 +107,7 @@ def _entered_namespaces(scratch: str, own_user: int | None) -> bool:
             _write("/proc/self/setgroups", "deny")
             _write("/proc/self/uid_map", f"{NOBODY} {user} 1")
             _write("/proc/self/gid_map", f"{NOBODY} {group} 1")
-        _furnish(scratch)
+        _build_root(scratch)
         os.chroot(scratch)
         os.chdir("/scratch")
     except OSError:  # a container or a distribution that forbids one of them
@@ -115,8 +115,8 @@ def _entered_namespaces(scratch: str, own_user: int | None) -> bool:
     return True
 
 
-def _furnish(root: str) -> None:
-    """Make `root` a file system with nothing but what Python needs, seen by this process and its children only."""
+def _build_root(root: str) -> None:
+    """Make `root` a file system with only what Python needs, visible to this process and its children alone."""
     _mount("none", "/", None, _MS_REC | _MS_PRIVATE)
     _mount("tmpfs", root, "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={SCRATCH_BYTES},nr_inodes=4096,mode=755")
     os.mkdir(f"{root}/scratch")
@@ -128,13 +128,13 @@ def _furnish(root: str) -> None:
             os.symlink(os.readlink(directory), place)
         else:
             os.makedirs(place)
-            _show(directory, place)
+            _bind(directory, place)
     for file in filter(os.path.exists, SYSTEM_FILES):
         os.makedirs(os.path.dirname(root + file), exist_ok=True)
         _write(root + file, "")
-        _show(file, root + file)
+        _bind(file, root + file)
     for file in _mapped_files():
-        os.stat(root + file)  # a Python whose libraries lie elsewhere would not start
+        os.stat(root + file)  # a Python whose libraries are elsewhere would not start
 
 
 def _mapped_files() -> set[str]:
@@ -144,7 +144,7 @@ def _mapped_files() -> set[str]:
     return set(filter(os.path.isfile, paths))
 
 
-def _show(source: str, place: str) -> None:
+def _bind(source: str, place: str) -> None:
     _mount(source, place, None, _MS_BIND | _MS_REC)
     locked = (ctypes.c_uint64 * 4)(_MOUNT_ATTR_LOCKED if os.path.isdir(source) else 0)
     _require(
@@ -164,8 +164,8 @@ def _mount(source: str, place: str, kind: str | None, flags: int, options: str |
     _require(_libc.mount(*texts[:3], ctypes.c_ulong(flags), texts[3]))
 
 
-def _leave_an_init_behind() -> None:
-    """Return in a new child only. Its parent is the first process of the namespace, whose end is the end of all."""
+def _fork_from_init() -> None:
+    """Returns in a new child only. Its parent stays as the namespace's first process, whose end ends all others."""
     program = os.fork()
     if program == 0:
         return
@@ -177,7 +177,7 @@ def _leave_an_init_behind() -> None:
 
 
 def _can_start_python(user: int) -> bool:
-    """Whether others may read the installation; root's may lie in root's home."""
+    """Whether this user may read the installation; root's may be in root's home."""
     os.seteuid(user)
     readable = os.access(os.__file__, os.R_OK, effective_ids=True)
     runnable = os.access(sys.executable, os.X_OK, effective_ids=True)
