@@ -99,6 +99,11 @@ class Episode:
         """The same of the newest."""
         return max((int(versions.max()) for versions in self._trained_versions()), default=None)
 
+    @property
+    def trained_tokens(self) -> int:
+        """Sampled tokens that are trained."""
+        return sum(int(row.loss_mask.sum()) for row in self.rows)
+
     def _trained_versions(self) -> list[Array]:
         return [row.versions[row.loss_mask] for row in self.rows if row.loss_mask.any()]
 
