@@ -1,15 +1,17 @@
 """Call a reward function from an episode without letting it hang, crash or block the run.
 
 A synchronous function runs in a worker process that is killed at the deadline and replaced. An asynchronous one is
-awaited in the caller's event loop with the same deadline. The value it returns is passed on as it is: whether it is a
-reward is decided where rewards are given.
+awaited in the caller's event loop with the same deadline. The value it returns is passed on as it is: `as_reward` says,
+where a reward is given, whether it is one.
 """
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from numbers import Real
 from typing import Any
 
 from areal.api.errors import RewardInvalid, RewardTimeout
@@ -28,7 +30,7 @@ from areal.utils.process_pool.pool import (
     PackedFunction,
 )
 
-__all__ = ["AsyncRewardWrapper", "Limits", "Outcome", "Reject", "Value"]
+__all__ = ["AsyncRewardWrapper", "Limits", "Outcome", "Reject", "Value", "as_reward", "python_scalar"]
 
 
 @dataclass(frozen=True)
@@ -149,3 +151,27 @@ class AsyncRewardWrapper:
 
 def _outcome(failure: CallError) -> Outcome:
     return next((outcome for kind, outcome in _OUTCOMES if isinstance(failure, kind)), Outcome.EXCEPTION)
+
+
+def as_reward(value: Any, source: str) -> float:
+    """A reward as a float. Raises RewardInvalid, which names `source`, for what is not a finite number.
+
+    Bools and scalars of numpy and torch are numbers; text that looks like one is not.
+    """
+    plain = python_scalar(value)
+    try:
+        if isinstance(plain, Real) and math.isfinite(plain):
+            return float(plain)
+    except OverflowError:
+        pass  # an int too large for a float
+    shown = repr(value)
+    shown = shown if len(shown) <= 200 else shown[:200] + "…"
+    raise RewardInvalid(
+        f"a reward must be a finite number, got {type(value).__name__} {shown} from {source}; "
+        "give an int, a float, a bool, or a 0-d array or tensor"
+    )
+
+
+def python_scalar(value: Any) -> Any:
+    """A scalar of numpy or torch as Python's own, without need of either library; anything else as it is."""
+    return value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value

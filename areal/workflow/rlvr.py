@@ -5,18 +5,16 @@ Prompts are rendered and answers read as the proxy does it, so the same task giv
 
 import inspect
 import json
-import math
 import uuid
 from collections.abc import Callable, Sequence
-from numbers import Real
 from typing import Any
 
 from torch import Tensor
 
 from areal.api.engine_api import InferenceEngine
-from areal.api.errors import RewardInvalid, WorkflowError
+from areal.api.errors import WorkflowError
 from areal.api.io_struct import ModelRequest, ModelResponse
-from areal.api.reward_api import AsyncRewardWrapper
+from areal.api.reward_api import AsyncRewardWrapper, as_reward
 from areal.api.workflow_api import RolloutWorkflow
 from areal.config.rollout import GenerationHyperparameters
 from areal.infra import workflow_context
@@ -129,7 +127,7 @@ class RLVRWorkflow(RolloutWorkflow):
         reward = await self._reward(
             prompt, answer.message["content"], response.input_tokens, response.output_tokens, **own
         )
-        return None if reward is None else _finite(reward)
+        return None if reward is None else as_reward(reward, "the reward function")
 
 
 def _positional_names(reward_fn: Callable[..., Any]) -> frozenset[str]:
@@ -141,11 +139,3 @@ def _positional_names(reward_fn: Callable[..., Any]) -> frozenset[str]:
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     first = [parameter for parameter in parameters if parameter.kind in kinds][: len(POSITIONAL)]
     return frozenset(parameter.name for parameter in first if parameter.kind is kinds[1])
-
-
-def _finite(reward: Any) -> float:
-    """numpy and torch scalars are numbers too; text that looks like one is not."""
-    plain = reward.item() if getattr(reward, "ndim", None) == 0 else reward
-    if not isinstance(plain, Real) or not math.isfinite(plain):
-        raise RewardInvalid(f"a reward must be a finite number, the reward function returned {reward!r:.200}")
-    return float(plain)

@@ -17,6 +17,7 @@ from typing import Any
 
 from areal.api.errors import AgentFailed, EpisodeRejected, EpisodeTimeout, RejectReason, WorkflowError
 from areal.api.messages import Episode
+from areal.api.reward_api import python_scalar
 from areal.config.rollout import AgentConfig, GenerationHyperparameters
 from areal.infra import workflow_context
 from areal.infra.workflow_context import WorkflowContext
@@ -99,7 +100,7 @@ def _plain(reward: Any) -> Any:
     """Scalars of numpy and torch as Python's own, so that the parent needs neither library to read them."""
     if isinstance(reward, Mapping):
         return {key: _plain(value) for key, value in reward.items()}
-    return reward.item() if hasattr(reward, "item") and getattr(reward, "ndim", None) == 0 else reward
+    return python_scalar(reward)
 
 
 LOAD_SECONDS = 240.0
