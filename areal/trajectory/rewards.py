@@ -1,6 +1,6 @@
 """Rewards on the tree: given by the agent to completions, flowing back along the conversation as returns."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from areal.api.errors import NoInteractions, RewardInvalid
@@ -29,13 +29,20 @@ def assign_reward(tree: Tree, reward: Any, agent_name: str) -> None:
 
 def returns(tree: Tree, turn_discount: float) -> list[float]:
     """By completion index: the own reward (0 if none) plus the discounted mean of the children's returns."""
-    totals = [0.0] * len(tree.completions)
-    of_children: list[list[float]] = [[] for _ in tree.completions]
-    for node in reversed(tree.completions):  # children come after their parents
-        later = of_children[node.index]
-        totals[node.index] = (node.reward or 0.0) + turn_discount * (sum(later) / len(later) if later else 0.0)
-        if node.parent is not None:
-            of_children[node.parent].append(totals[node.index])
+    rewards = [node.reward or 0.0 for node in tree.completions]
+    return discounted_returns(rewards, [node.parent for node in tree.completions], turn_discount)
+
+
+def discounted_returns(rewards: Sequence[float], parents: Sequence[int | None], discount: float) -> list[float]:
+    """Of each node, by index: its reward plus the discounted mean of its children's returns. Parents come first."""
+    totals = list(rewards)
+    of_children: list[list[float]] = [[] for _ in rewards]
+    for index in reversed(range(len(totals))):
+        later = of_children[index]
+        totals[index] += discount * (sum(later) / len(later) if later else 0.0)
+        parent = parents[index]
+        if parent is not None:
+            of_children[parent].append(totals[index])
     return totals
 
 

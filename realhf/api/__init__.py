@@ -1,1 +1,1 @@
-"""What an agent and an environment are, under the names that older code imports them by."""
+"""What an agent and an environment are, under the module names that older code imports."""

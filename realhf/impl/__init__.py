@@ -1,1 +1,1 @@
-"""The agents and environments that ship with the façade."""
+"""The agents and environments that come with this interface."""

@@ -1,1 +1,1 @@
-"""The commands that start a training."""
+"""The commands that start training."""

@@ -9,7 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-if not __package__:  # run by its path: Python looks for modules beside this file, not beside `realhf`
+if not __package__:  # run by its path: Python then looks for modules next to this file, not next to `realhf`
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import realhf.impl.agent
@@ -18,17 +18,17 @@ from areal.cli.main import guard
 from areal.config.experiment import GRPOConfig
 from areal.config.loader import load_expr_config, to_dict
 from areal.utils.logging import getLogger
-from realhf.api.core.agent_api import AGENTS, ENVIRONMENTS, complete
+from realhf.api.core.agent_api import AGENTS, ENVIRONMENTS, constructor_arguments
 from realhf.experiments.async_exp.async_math_ppo import AsyncPPOMATHConfig
 
 NOTICE = (
-    "realhf is the older interface and goes on working; for new agents there is `async def run(self, data, ...)` with "
+    "realhf is the older interface and keeps working; new agents are written as `async def run(self, data, ...)`, with "
     "`areal train workflow=my_module.MyAgent` (docs/legacy.md)"
 )
 HELP = """\
 usage: {program} [--config FILE.yaml] [KEY=VALUE ...]
 
-Train an agent of the older interface by PPO; without any setting, the built-in model on the built-in task.
+Train an agent of the older interface by PPO; by default, the built-in model on the built-in task.
 
 settings of {name}, with their defaults:
 {settings}
@@ -37,7 +37,7 @@ rollout.max_head_offpolicyness=2, train_dataset.batch_size=16, … (docs/legacy.
 
 
 def main(config_class: type[Any] = AsyncPPOMATHConfig, argv: Sequence[str] | None = None) -> int:
-    """Train as the config and the command line say; the exit code."""
+    """Train as the config and the command line say; returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     if {"-h", "--help"} & set(words):
         print(_help(config_class))
@@ -50,18 +50,18 @@ def _train(config_class: type[Any], words: list[str]) -> None:
     arguments = workflow_arguments(config)
     getLogger("realhf").warning(NOTICE)
     from areal.trainer.ppo import PPOTrainer  # here, so that help and wrong settings need no torch
-    from realhf.episode.workflow import LegacyWorkflow
+    from realhf.episode import LegacyWorkflow
 
     with PPOTrainer(config) as trainer:
         trainer.train(workflow=LegacyWorkflow, workflow_kwargs=arguments)
 
 
 def workflow_arguments(config: Any) -> dict[str, Any]:
-    """The classes that the config names and their arguments, refused here if they cannot be constructed."""
+    """The classes that the config names and their arguments; refuses those that cannot be constructed."""
     arguments: dict[str, Any] = {"turn_discount": config.rollout.agent.turn_discount}
     for key, registry, named in (("agent", AGENTS, config.agent), ("env", ENVIRONMENTS, config.env)):
         cls = registry.find(named.type_)
-        complete(cls, named.args, {"gconfig": None, "tokenizer": None})
+        constructor_arguments(cls, named.args, {"gconfig": None, "tokenizer": None})
         arguments |= {key: cls, f"{key}_args": named.args}
     return arguments
 

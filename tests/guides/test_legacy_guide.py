@@ -30,7 +30,7 @@ from realhf.api.core.agent import (
     register_agent,
     register_environment,
 )
-from realhf.episode.workflow import LegacyWorkflow
+from realhf.episode import LegacyWorkflow
 from realhf.experiments.async_exp.async_math_ppo import AsyncRLExperimentConfig, PPOMATHConfig
 from realhf.training.main_async_ppo import workflow_arguments
 

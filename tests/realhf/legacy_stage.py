@@ -1,4 +1,4 @@
-"""A policy that says what a test wants, and one episode of an older agent with it, through the executor's own door."""
+"""An engine that says what a test wants, and one episode of an older agent with it, as the executor runs it."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,7 @@ from areal.rollout.episodes import run_episode
 from areal.rollout.loading import Fillers, WorkflowSpec, load
 from areal.rollout.runners.workflow import WorkflowRunner
 from realhf.api.core.agent_api import EnvironmentService
-from realhf.episode.workflow import LegacyWorkflow
+from realhf.episode import LegacyWorkflow
 
 MAX_POSITIONS = 512
 TASK: dict[str, Any] = {"messages": [{"role": "user", "content": "Sort 5291"}], "answer": "1259"}
@@ -23,7 +23,7 @@ TOKENIZER = make_tokenizer(["Sort 5291 into 1259, that is wrong, try again"] * 4
 
 
 class FiveValues(EnvironmentService):
-    """Rewards 1259, as an environment of ours does."""
+    """Rewards 1259; returns five values, as our own environment does."""
 
     async def step(self, action):
         _, answers = action
@@ -38,7 +38,7 @@ class TwoValues(EnvironmentService):
 
 
 def saying(*answers: str, cut_off: bool = False) -> FakeEngine:
-    """An engine that gives these answers one after the other, and the last one for ever."""
+    """An engine that gives these answers in turn, and then the last one forever."""
     left = list(answers)
 
     def script(ids: Sequence[int]) -> Sequence[int]:
@@ -63,8 +63,10 @@ async def play(
     arguments = {"agent": agent, "agent_args": agent_args, "env": env, "env_args": {}, "turn_discount": turn_discount}
     spec = WorkflowSpec.unpack(WorkflowSpec(LegacyWorkflow, arguments).pack())
     workflow = load(spec, Fillers(GenerationHyperparameters(max_new_tokens=max_new_tokens), TOKENIZER))
-    door = WorkflowRunner(workflow, engine, TOKENIZER)
-    outcome, _ = await run_episode(door, json.loads(json.dumps(task)), WorkflowContext(), greedy=False, seconds=seconds)
+    runner = WorkflowRunner(workflow, engine, TOKENIZER)
+    outcome, _ = await run_episode(
+        runner, json.loads(json.dumps(task)), WorkflowContext(), greedy=False, seconds=seconds
+    )
     return outcome
 
 
@@ -79,7 +81,7 @@ def trained_texts(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def returns_of(rows: Sequence[Row]) -> list[float]:
-    """The return that each row's trained tokens have, all the same."""
+    """The return of each row's trained tokens, which all have the same."""
     found = [np.unique(row.returns[row.loss_mask]) for row in rows]
     assert all(len(each) == 1 for each in found)
     return [round(float(each[0]), 5) for each in found]

@@ -1,4 +1,4 @@
-"""Registered names, the experiment's settings, and the command's words (C 10.1, 10.3–10.6)."""
+"""Registered names, the experiment's settings, and the command's arguments."""
 
 import importlib
 import subprocess
@@ -13,8 +13,15 @@ from areal.config.experiment import DatasetConfig
 from areal.config.loader import load_expr_config
 from areal.dataset import get_custom_dataset
 from realhf.api.core import agent, agent_api
-from realhf.api.core.agent_api import AGENTS, ENVIRONMENTS, Agent, complete, register_agent, register_environment
-from realhf.episode.workflow import qid_of
+from realhf.api.core.agent_api import (
+    AGENTS,
+    ENVIRONMENTS,
+    Agent,
+    constructor_arguments,
+    question_id,
+    register_agent,
+    register_environment,
+)
 from realhf.experiments.async_exp.async_math_ppo import AsyncPPOMATHConfig, AsyncRLExperimentConfig, PPOMATHConfig
 from realhf.impl.agent.math_multi_turn_agent import MathMultiTurnAgent
 from realhf.impl.environment.math_code_single_step_env import MathCodeSingleStepEnv
@@ -86,7 +93,7 @@ def test_unknown_name_is_refused_with_those_there_are() -> None:
 )
 def test_class_that_cannot_be_constructed_is_refused_early(cls: type, args: dict, complaint: str) -> None:
     with pytest.raises(WorkflowError, match=complaint):
-        complete(cls, args, {"gconfig": None, "tokenizer": None})
+        constructor_arguments(cls, args, {"gconfig": None, "tokenizer": None})
 
 
 def test_defaults_are_the_built_in_model_and_task() -> None:
@@ -166,5 +173,5 @@ async def test_environment_judges_questions_of_files_and_built_in_tasks(tmp_path
         await env.step(("3", ["1"]))
     built_in = MathCodeSingleStepEnv("builtin:sort-digits")
     task = get_custom_dataset("test", DatasetConfig(path="builtin:sort-digits", size=1))[0]
-    _, rewards, *_ = await built_in.step((qid_of(task), [task["answer"], f"0{task['answer']}"]))
+    _, rewards, *_ = await built_in.step((question_id(task), [task["answer"], f"0{task['answer']}"]))
     assert rewards == [1.0, 0.0]

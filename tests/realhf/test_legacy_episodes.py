@@ -1,4 +1,4 @@
-"""Episodes of older agents: their queues, what they return, and how they fail (C 10.1, 10.2, 10.5)."""
+"""Episodes of older agents: their queues, what they return, and how they fail."""
 
 import asyncio
 
@@ -58,7 +58,7 @@ async def test_wrong_answer_is_followed_by_feedback_and_another_try() -> None:
     assert [message["role"] for message in episode.messages] == ["prompt", "assistant"] * 2
 
 
-async def test_right_answer_ends_the_episode_unless_told_otherwise() -> None:
+async def test_right_answer_ends_the_episode_unless_set_otherwise() -> None:
     assert len(accepted(await play(MathMultiTurnAgent, saying("1259"), num_turns=3)).rows) == 1
     episode = accepted(await play(MathMultiTurnAgent, saying("1259"), num_turns=3, stop_when_right=False))
     assert returns_of(episode.rows) == [2.71, 1.9, 1.0]

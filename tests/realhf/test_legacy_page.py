@@ -7,8 +7,8 @@ from legacy_stage import accepted, play, saying
 
 import realhf
 from areal.config.loader import load_expr_config
-from realhf.episode.trajectories import CARRIED, PER_SEQUENCE, PER_TOKEN
 from realhf.training.main_async_ppo import workflow_arguments
+from realhf.trajectories import IGNORED, PER_SEQUENCE, PER_TOKEN
 
 PAGE = (Path(realhf.__file__).parents[1] / "docs/legacy.md").read_text()
 
@@ -25,4 +25,4 @@ async def test_agent_of_the_page_runs_as_it_is_printed() -> None:
 
 def test_page_lists_every_key_of_a_sample() -> None:
     table = PAGE.split("## What a SequenceSample may hold")[1].split("## ")[0]
-    assert [key for key in (*PER_TOKEN, *PER_SEQUENCE, *CARRIED) if f"`{key}`" not in table] == []
+    assert [key for key in (*PER_TOKEN, *PER_SEQUENCE, *IGNORED) if f"`{key}`" not in table] == []

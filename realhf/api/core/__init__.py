@@ -1,1 +1,1 @@
-"""One file per noun; `agent_api` (or `agent`) has them all. Loads no torch."""
+"""`agent_api` (or `agent`) has every name. Loads no torch."""

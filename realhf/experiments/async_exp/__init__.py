@@ -1,1 +1,1 @@
-"""Experiments whose episodes run beside the training."""
+"""Experiments whose episodes run while the model trains."""

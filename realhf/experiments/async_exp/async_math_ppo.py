@@ -1,7 +1,7 @@
-"""The experiment of the older guide: a math agent trained by PPO, its episodes running beside the training.
+"""The experiment of the older guide: a math agent trained by PPO while its episodes go on.
 
-Copy or subclass `AsyncPPOMATHConfig`, and pass your class to `realhf.training.main_async_ppo.main`. Every setting of
-`areal`'s GRPOConfig is one of these configs too.
+Copy or subclass `AsyncPPOMATHConfig`, and pass your class to `realhf.training.main_async_ppo.main`. These configs have
+every setting of `areal`'s GRPOConfig too.
 """
 
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ HELD_OUT_TASKS = 512
 @dataclass
 class QuestionsConfig:
     path: str = ""
-    """`builtin:NAME` or a .jsonl file, as train_dataset.path, whose older name this is."""
+    """`builtin:NAME` or a .jsonl file; the older name of train_dataset.path."""
 
 
 @dataclass
@@ -57,12 +57,12 @@ class PPOMATHConfig(GRPOConfig):
     )
     train_dataset: DatasetConfig = field(default_factory=lambda: DatasetConfig(batch_size=16))
     valid_dataset: DatasetConfig = field(default_factory=lambda: DatasetConfig(size=HELD_OUT_TASKS))
-    """Of a built-in task, its held-out questions; of a file there are none unless a path is given here."""
+    """Held-out questions: of a built-in task, its own; for a file there are none unless a path is given here."""
     evaluator: EvaluatorConfig = field(default_factory=lambda: EvaluatorConfig(freq_steps=20))
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._settle_paths()
+        self._merge_paths()
         for name in ("workflow", "reward_fn"):
             value = getattr(self, name)
             require(value == "", f"{name}={value} is not for this experiment, whose agent and env decide; leave it out")
@@ -77,7 +77,7 @@ class PPOMATHConfig(GRPOConfig):
             "leave it out",
         )
 
-    def _settle_paths(self) -> None:
+    def _merge_paths(self) -> None:
         """`dataset.path` and `train_dataset.path` are one setting."""
         old, new = self.dataset.path, self.train_dataset.path
         require(old == new or "" in (old, new), f"dataset.path={old} and train_dataset.path={new} differ; keep one")
@@ -92,7 +92,7 @@ class AsyncPPOMATHConfig(AsyncRLExperimentConfig, PPOMATHConfig):
     my_param: float = 1.0
     """What a right answer is worth to the trainer; reported rewards stay 1 and 0."""
     num_turns: int = 2
-    """Tries that an episode has at most."""
+    """The most tries that an episode has."""
 
     @property
     def agent(self) -> AgentAbstraction:

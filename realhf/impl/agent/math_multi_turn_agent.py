@@ -1,4 +1,4 @@
-"""Asks, says whether the answer was right, and asks again."""
+"""An agent that asks, says whether the answer was right, and asks again."""
 
 import asyncio
 from typing import Any
@@ -30,8 +30,8 @@ class MathMultiTurnAgent(Agent):
         wrong_feedback: str = TRY_AGAIN,
         stop_when_right: bool = True,
     ) -> None:
-        """`my_param` is what a right answer is worth to the trainer: returns are multiplied by it, the reported rewards
-        stay 1 and 0. A turn's return is its own reward plus `turn_level_discount` times that of the turn behind it.
+        """`my_param` is what a right answer is worth to the trainer: it multiplies returns, while reported rewards stay
+        1 and 0. A turn's return is its own reward plus `turn_level_discount` times that of the next turn.
         """
         require(num_turns >= 1, f"num_turns must be >= 1, got {num_turns}")
         require(getattr(gconfig, "n", 1) == 1, f"gconfig.n must be 1: a turn continues one answer, got {gconfig}")
@@ -72,16 +72,16 @@ class MathMultiTurnAgent(Agent):
         return [_trajectory(qid, acts, rewards, returns)]
 
     def feedback_ids(self, output_ids: list[int], right: bool) -> list[int]:
-        """What follows an answer: the end of its turn, if it was cut off before it, and the user's next message."""
+        """What follows an answer: the end of its turn, if the answer was cut off, and the user's next message."""
         mark = self._renderer.sentinel
         conversation = [
             {"role": "user", "content": "?"},
             {"role": "assistant", "content": mark},
             {"role": "user", "content": self.right_feedback if right else self.wrong_feedback},
         ]
-        behind = self._renderer.render(conversation, None).rpartition(mark)[2]
-        closing = self._renderer.encode(behind.lstrip())
-        return closing[1:] if closing[:1] == output_ids[-1:] else self._renderer.encode(behind)
+        after = self._renderer.render(conversation, None).rpartition(mark)[2]
+        closing = self._renderer.encode(after.lstrip())
+        return closing[1:] if closing[:1] == output_ids[-1:] else self._renderer.encode(after)
 
     def _returns(self, rewards: list[float]) -> list[float]:
         returns = [self.my_param * reward for reward in rewards]

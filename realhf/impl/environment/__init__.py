@@ -1,3 +1,3 @@
-"""Environments that ship with the façade; importing one registers it, so a new one is added here."""
+"""The environments that come with this interface. Importing one registers it, so a new one is imported here."""
 
 import realhf.impl.environment.math_code_single_step_env  # noqa: F401

@@ -1,4 +1,4 @@
-"""Judges answers to the questions of a dataset. It has no state: every step is the last of its own episode."""
+"""An environment that judges answers to the questions of a dataset. It has no state: each step ends an episode."""
 
 import asyncio
 from typing import Any
@@ -8,21 +8,20 @@ from areal.config.experiment import DatasetConfig
 from areal.dataset import get_custom_dataset
 from areal.dataset.builtin import SPLITS
 from areal.reward import exact_match_reward, math_answer_reward
-from realhf.api.core.agent_api import EnvironmentService, register_environment
-from realhf.episode.tasks import qid_of
+from realhf.api.core.agent_api import EnvironmentService, question_id, register_environment
 
 Task = dict[str, Any]
 
 
 class MathCodeSingleStepEnv(EnvironmentService):
     def __init__(self, dataset_path: str, valid_path: str = "") -> None:
-        """Paths are `builtin:NAME` or .jsonl files; held-out questions of another file need `valid_path`.
+        """Paths are `builtin:NAME` or .jsonl files; held-out questions from another file need `valid_path`.
 
-        A task is right by its `answer`, or by any of its `solutions`. Built-in tasks are compared digit for digit,
-        those of files as quantities (`areal.reward.math_answer`).
+        An answer is right if it matches the task's `answer`, or any of its `solutions`. Answers to built-in tasks are
+        compared digit for digit, those to questions in files as quantities (`areal.reward.math_answer`).
         """
         self._where = " and ".join(dict.fromkeys(filter(None, (dataset_path, valid_path))))
-        self._tasks = {qid_of(task): task for path in (valid_path, dataset_path) if path for task in _tasks(path)}
+        self._tasks = {question_id(task): task for path in (valid_path, dataset_path) if path for task in _tasks(path)}
         self._reward = exact_match_reward if dataset_path.startswith("builtin:") else math_answer_reward
 
     async def step(self, action: tuple[str, list[str]]) -> tuple[None, list[float], bool, bool, dict[str, Any]]:
@@ -48,7 +47,7 @@ class MathCodeSingleStepEnv(EnvironmentService):
 
 
 def _tasks(path: str) -> list[Task]:
-    """All of a dataset, whichever split an episode's task is from."""
+    """All of a dataset, whatever split an episode's task comes from."""
     config = DatasetConfig(path=path)
     if not path.startswith("builtin:"):
         return get_custom_dataset("train", config)
