@@ -1,7 +1,8 @@
 import dataclasses
+from collections import Counter
 from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import Any
+from enum import Enum, StrEnum
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -20,6 +21,10 @@ from areal.infra.rpc.wire import Wire, api_wire
 class Colour(StrEnum):
     RED = "red"
     BLUE = "blue"
+
+
+class Shade(str, Enum):  # noqa: UP042  (its text is not its value)
+    DARK = "dark"
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,10 +148,32 @@ def test_small_messages_come_back_equal(message: Any) -> None:
 
 
 def test_frozen_slotted_class_gets_its_tuples_and_enums_back() -> None:
-    wire = Wire([Point, Nothing])
+    wire = Wire([Point, Nothing, Colour])
     point = Point((1, 2), [Colour.RED], {Colour.BLUE: 3}, Colour.RED)
     assert_same(wire.unpack(wire.pack(point)), point)
     assert_same(wire.unpack(wire.pack([Point((0, 0)), Nothing()])), [Point((0, 0)), Nothing()])
+
+
+class Pair(NamedTuple):
+    left: int
+    right: int
+
+
+@pytest.mark.parametrize(
+    ("value", "received"),
+    [
+        ((1, (2, 3)), (1, (2, 3))),
+        ({(1, 2): [()]}, {(1, 2): [()]}),
+        (Pair(1, 2), (1, 2)),
+        (Counter(a=1), {"a": 1}),
+        ([Colour.RED, Shade.DARK], ["red", "dark"]),
+    ],
+)
+def test_tuples_stay_tuples_and_subclasses_of_plain_types_become_plain(value: Any, received: Any) -> None:
+    wire = Wire()
+    again = wire.unpack(wire.pack(value))
+    assert again == received
+    assert type(again) is type(received)
 
 
 def test_integers_beyond_64_bits_and_lone_surrogates_travel() -> None:
@@ -178,5 +205,5 @@ def test_type_that_the_receiver_does_not_know_is_named() -> None:
 
 
 def test_omitted_field_needs_a_default() -> None:
-    with pytest.raises(TypeError, match="'place' stays behind"):
+    with pytest.raises(TypeError, match="'place' is not sent, so it needs a default"):
         Wire([Point], omit={Point: ["place"]})
