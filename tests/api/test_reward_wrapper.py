@@ -1,4 +1,4 @@
-"""`AsyncRewardWrapper`: C 6.1-6.4."""
+"""`AsyncRewardWrapper`: outcomes, deadlines, retries, and what a failed call costs."""
 
 import asyncio
 import math

@@ -1,4 +1,4 @@
-"""The legacy guide's steps in its own shapes: an agent, environments, a registration, a config, the command (C 10)."""
+"""The legacy guide's steps in its own shapes: an agent, environments, a registration, a config, the command."""
 
 import asyncio
 import dataclasses

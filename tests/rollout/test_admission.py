@@ -1,4 +1,4 @@
-"""How many groups may be in flight (C 8.1)."""
+"""How many groups may be in flight."""
 
 from hypothesis import settings
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""Groups in flight and their way to the trainer (C 2.10, 8.1, 8.3, 8.4)."""
+"""Groups in flight and their way to the trainer."""
 
 import asyncio
 import itertools

@@ -1,4 +1,4 @@
-"""Agents in real processes: what reaches them, what comes back, and what their end costs others (C 2.5)."""
+"""Agents in real processes: what reaches them, what comes back, and what their end costs others."""
 
 import asyncio
 import pickle

@@ -1,4 +1,4 @@
-"""RolloutWorkflows: the engine they are given, and what they may return (C 4.5, 5.1)."""
+"""RolloutWorkflows: the engine they are given, and what they may return."""
 
 import numpy as np
 import pytest

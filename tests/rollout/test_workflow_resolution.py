@@ -1,4 +1,4 @@
-"""What `workflow=` takes (C 2.1, 2.3)."""
+"""What `workflow=` takes."""
 
 import pickle
 import subprocess

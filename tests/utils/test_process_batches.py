@@ -1,4 +1,4 @@
-"""Quick calls that travel together: one bad call hurts none of its mates. C 6.2."""
+"""Quick calls that travel together: one bad call hurts none of its mates."""
 
 from collections.abc import Iterator
 from concurrent.futures import Future

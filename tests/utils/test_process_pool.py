@@ -1,4 +1,4 @@
-"""The killable process pool, through its public door. C 6.2, 6.4."""
+"""The killable process pool, through its public door."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Try again until right: what the model is shown, when it stops, what each try is worth (C 4.3, 5.3)."""
+"""Try again until right: what the model is shown, when it stops, what each try is worth."""
 
 from collections.abc import Sequence
 from typing import Any
