@@ -23,7 +23,7 @@ from areal.api.messages import WORKER_ROLE, Episode, GroupResult, GroupTask, Rej
 from areal.engine.inference.remote import RemoteEngine
 from areal.infra import workflow_context
 from areal.infra.rpc.channel import Handler
-from areal.infra.rpc.connect import connect, dial_home
+from areal.infra.rpc.connect import connect, connect_to_driver
 from areal.infra.rpc.wire import api_wire
 from areal.infra.stalls import StallBook, StallWatch, over, so_far
 from areal.infra.workflow_context import WorkflowContext
@@ -195,7 +195,7 @@ async def serve_worker(index: int) -> None:
         return await worker.run_group(task)
 
     handlers: dict[str, Handler] = {"setup": setup, "run_group": run_group, "cpu_seconds": time.process_time}
-    home = await dial_home(WORKER_ROLE, index, handlers=handlers, wire=api_wire())
+    home = await connect_to_driver(WORKER_ROLE, index, handlers=handlers, wire=api_wire())
     await home.closed
     if worker is not None:
         await worker.aclose()

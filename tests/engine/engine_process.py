@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from areal.engine.inference.remote import RemoteEngine
-from areal.infra.rpc.connect import Arrival, DriverListener, connect
+from areal.infra.rpc.connect import ConnectedProcess, DriverListener, connect
 from areal.infra.rpc.wire import api_wire
 from areal.infra.scheduler import Command, LocalScheduler, Placement
 
@@ -18,7 +18,7 @@ START_SECONDS = 60.0
 class EngineProcess:
     home: DriverListener
     placement: Placement
-    arrival: Arrival
+    arrival: ConnectedProcess
 
     async def connect(self) -> RemoteEngine:
         """An engine over a connection of its own, as a rollout worker has it."""

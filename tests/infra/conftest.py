@@ -1,5 +1,6 @@
 """Fixtures for tests that open sockets and start processes."""
 
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -32,9 +33,9 @@ def make_pair(stack: AsyncExitStack, tmp_path: Path) -> Callable[..., object]:
             channel.handlers.update(handlers)
             accepted.append(channel)
 
-        endpoint = await serve(f"unix:{tmp_path}/s", on_channel, wire=api_wire(), **options)
-        stack.push_async_callback(endpoint.close)
-        caller = await connect(endpoint.address, wire=api_wire(), peer="the engine", **options)
+        listener = await serve(f"unix:{tmp_path}/s", on_channel, wire=api_wire(), **options)
+        stack.push_async_callback(listener.close)
+        caller = await connect(listener.address, wire=api_wire(), peer="the engine", **options)
         stack.push_async_callback(caller.close)
         return caller, accepted[0]
 
@@ -51,7 +52,6 @@ async def scheduler() -> AsyncIterator[LocalScheduler]:
 @pytest.fixture
 def start(scheduler: LocalScheduler, tmp_path: Path) -> Callable[..., object]:
     """Start Python code as a process: `await start("print(1)", name="rollout worker 0")`."""
-    import sys
 
     async def start(code: str, name: str = "rollout worker 0", **env: str) -> LocalPlacement:
         return await scheduler.start(Command(name, [sys.executable, "-c", code], tmp_path / "log.txt", env))

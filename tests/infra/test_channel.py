@@ -10,7 +10,7 @@ import pytest
 
 from areal.api.errors import ContextLengthError
 from areal.infra.rpc.channel import Channel, ChannelClosed, FrameError, RemoteError
-from areal.infra.rpc.connect import connect, demand, serve
+from areal.infra.rpc.connect import connect, handshake_as_listener, serve
 from areal.infra.rpc.wire import api_wire
 
 
@@ -26,13 +26,13 @@ async def test_sync_and_async_handlers_answer(make_pair: Any) -> None:
 
 async def test_a_thousand_calls_in_flight_each_get_their_own_answer(make_pair: Any) -> None:
     arrived: list[int] = []
-    everybody = asyncio.Event()
+    all_arrived = asyncio.Event()
 
     async def meet(i: int) -> int:
         arrived.append(i)
         if len(arrived) == 1000:
-            everybody.set()
-        await everybody.wait()
+            all_arrived.set()
+        await all_arrived.wait()
         return i
 
     caller, _ = await make_pair({"meet": meet})
@@ -191,9 +191,9 @@ async def test_oversized_answer_is_an_error_of_its_call_only(make_pair: Any) -> 
 
 async def test_peer_that_announces_an_oversized_frame_is_cut_off(stack: Any) -> None:
     accepted: asyncio.Future[Channel] = asyncio.get_running_loop().create_future()
-    endpoint = await serve("tcp:127.0.0.1:0", accepted.set_result, wire=api_wire(), max_frame_bytes=1000)
-    stack.push_async_callback(endpoint.close)
-    big = await connect(endpoint.address, wire=api_wire())
+    listener = await serve("tcp:127.0.0.1:0", accepted.set_result, wire=api_wire(), max_frame_bytes=1000)
+    stack.push_async_callback(listener.close)
+    big = await connect(listener.address, wire=api_wire())
     stack.push_async_callback(big.close)
     with pytest.raises(ChannelClosed):
         await big.call("anything", b"x" * 2000, timeout_seconds=10)
@@ -217,7 +217,7 @@ async def test_callers_wait_while_the_peer_does_not_read(tmp_path: Any, stack: A
     received: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
 
     async def deaf_at_first(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await demand(reader, writer, b"")
+        await handshake_as_listener(reader, writer, b"")
         await given_up.wait()
         received.set_result(await reader.read(-1))
         writer.close()

@@ -17,7 +17,7 @@ from areal.engine.inference.engine import EmbeddedEngine
 from areal.engine.inference.remote import engine_handlers
 from areal.engine.models import open_runner
 from areal.infra.rpc.channel import Channel
-from areal.infra.rpc.connect import dial_home, serve
+from areal.infra.rpc.connect import connect_to_driver, serve
 from areal.infra.rpc.wire import api_wire
 from areal.utils.hf_utils import load_hf_tokenizer
 
@@ -41,7 +41,7 @@ async def serve_engine(directory: Path, dtype: str = "float32") -> None:
 
     with tempfile.TemporaryDirectory(prefix="areal-") as place:
         endpoint = await serve(f"unix:{place}/engine", greet, wire=api_wire(), peer="a rollout worker")
-        home = await dial_home(ENGINE_ROLE, 0, {"address": endpoint.address}, handlers, wire=api_wire())
+        home = await connect_to_driver(ENGINE_ROLE, 0, {"address": endpoint.address}, handlers, wire=api_wire())
         home.closed.add_done_callback(lambda _: ended.set())
         await ended.wait()
         await endpoint.close()

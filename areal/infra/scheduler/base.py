@@ -1,15 +1,56 @@
-"""A command that a scheduler can place."""
+"""What a scheduler is given and what it promises."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 
 @dataclass(frozen=True)
 class Command:
+    """A process to be started."""
+
     name: str
     """What people call the process: `rollout worker 0`."""
     argv: list[str]
     log_path: Path
-    """Takes what the process prints, both streams, appended."""
+    """Both of its output streams are appended here."""
     env: dict[str, str] = field(default_factory=dict)
-    """Beside the environment of the process that places it."""
+    """Added to the environment of the process that starts it."""
+
+
+class Placement(Protocol):
+    """A process that was started."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def log_path(self) -> Path: ...
+
+    @property
+    def returncode(self) -> int | None:
+        """None while it runs; negative = the signal that killed it."""
+        ...
+
+    async def wait(self) -> int:
+        """Its return code, once it has ended."""
+        ...
+
+    def describe_exit(self) -> str:
+        """One line for people: which process ended, and how."""
+        ...
+
+    async def stop(self, grace_seconds: float = 5.0) -> None:
+        """Ask it and its descendants to end; after the grace period, kill them."""
+        ...
+
+
+class Scheduler(Protocol):
+    async def start(self, command: Command) -> Placement: ...
+
+    async def close(self) -> None:
+        """Stop whatever still runs."""
+        ...

@@ -1,13 +1,8 @@
-"""The driver's end of the guardian process: which process groups must not outlive the driver.
+"""Processes on this machine. Each leads a session of its own, so that a process and its descendants end together.
 
-A parent-death signal would not do: it is tied to the thread that forked, not to the process, and spares grandchildren.
+When a process ends, what is left of its group is killed; when the driver ends, however that comes about, the guardian
+kills every group. A descendant that makes a session of its own is out of reach of both.
 """
-
-# MERGED-DOC
-# Processes on this machine. Each leads a session of its own, so that a process and its descendants end together.
-#
-# When a process ends, what is left of its group is killed; when the driver ends, however, the guardian kills every group.
-# A descendant that makes a session of its own is out of reach of both.
 
 import asyncio
 import os
@@ -21,67 +16,51 @@ from pathlib import Path
 from typing import BinaryIO
 
 from areal.api.errors import ProcessDied
-from areal.infra.scheduler import guardian as guardian_process
+from areal.infra.scheduler import guardian
 from areal.infra.scheduler.base import Command
 from areal.utils.net import bypass_proxies
 from areal.utils.threads import ALONE, SHARING
 
 STOP_SECONDS = 5.0
-
-
-class Guardian:
-    def __init__(self) -> None:
-        # Its own session: a Ctrl-C or a kill that is meant for the driver's group must not reach it.
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", guardian_process.__file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-            text=True,
-        )
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def watch(self, group: int) -> None:
-        try:
-            self._write(f"+{group}\n")
-        except BrokenPipeError:
-            raise ProcessDied(
-                f"the guardian (pid {self.pid}) is gone, and with it the promise that no process outlives the driver"
-            ) from None
-
-    def release(self, group: int) -> None:
-        with suppress(BrokenPipeError):  # without a guardian there is nothing to release
-            self._write(f"-{group}\n")
-
-    def close(self) -> None:
-        """End the guardian; whatever it still watches is killed."""
-        assert self._process.stdin is not None
-        if not self._process.stdin.closed:
-            with suppress(BrokenPipeError):
-                self._process.stdin.close()
-        try:
-            self._process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-
-    def _write(self, line: str) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(line)
-        self._process.stdin.flush()
-
-
 KILL_SECONDS = 5.0
 LOG_TAIL_BYTES = 4096
+
+
+class LocalScheduler:
+    """Starts commands on this machine and is responsible for them until `close`."""
+
+    def __init__(self) -> None:
+        self._guardian: _Guardian | None = None
+        self._placements: list[LocalPlacement] = []
+
+    async def start(self, command: Command) -> "LocalPlacement":
+        guardian = self._guardian = self._guardian or _Guardian()
+        with _open_log(command.log_path) as log:
+            process = await asyncio.create_subprocess_exec(
+                *command.argv,
+                stdin=DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=_child_environment(os.environ) | command.env,
+                start_new_session=True,
+            )
+        placement = LocalPlacement(command, process, guardian)
+        self._placements.append(placement)
+        guardian.watch(placement.pid)
+        return placement
+
+    async def close(self) -> None:
+        await asyncio.gather(*(placement.stop() for placement in self._placements))
+        self._placements.clear()
+        if self._guardian is not None:
+            await asyncio.to_thread(self._guardian.close)
+            self._guardian = None
 
 
 class LocalPlacement:
     """A process of this machine, until it has ended and been reaped."""
 
-    def __init__(self, command: Command, process: Process, guardian: Guardian) -> None:
+    def __init__(self, command: Command, process: Process, guardian: "_Guardian") -> None:
         self.name = command.name
         self.pid = process.pid
         self.log_path = command.log_path
@@ -126,39 +105,59 @@ class LocalPlacement:
             os.killpg(self.pid, sign)
 
 
-class LocalScheduler:
-    """Starts commands here and answers for them until `close`."""
+class _Guardian:
+    """Kills the process groups that it watches when the driver ends; runs guardian.py.
+
+    A parent-death signal would not do: it is tied to the thread that forked, not to the process, and spares
+    grandchildren.
+    """
 
     def __init__(self) -> None:
-        self._guardian: Guardian | None = None
-        self._placements: list[LocalPlacement] = []
+        # A session of its own: a Ctrl-C or a kill that is meant for the driver's group must not reach it.
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", guardian.__file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            text=True,
+        )
 
-    async def start(self, command: Command) -> LocalPlacement:
-        guardian = self._guardian = self._guardian or Guardian()
-        with _open_log(command.log_path) as log:
-            process = await asyncio.create_subprocess_exec(
-                *command.argv,
-                stdin=DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=child_environment(os.environ) | command.env,
-                start_new_session=True,
-            )
-        placement = LocalPlacement(command, process, guardian)
-        self._placements.append(placement)
-        guardian.watch(placement.pid)
-        return placement
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
-    async def close(self) -> None:
-        await asyncio.gather(*(placement.stop() for placement in self._placements))
-        self._placements.clear()
-        if self._guardian is not None:
-            await asyncio.to_thread(self._guardian.close)
-            self._guardian = None
+    def watch(self, group: int) -> None:
+        try:
+            self._write(f"+{group}\n")
+        except BrokenPipeError:
+            raise ProcessDied(
+                f"the guardian (pid {self.pid}) is gone, and with it the promise that no process outlives the driver"
+            ) from None
+
+    def release(self, group: int) -> None:
+        with suppress(BrokenPipeError):  # without a guardian there is nothing to release
+            self._write(f"-{group}\n")
+
+    def close(self) -> None:
+        """End the guardian; whatever it still watches is killed."""
+        assert self._process.stdin is not None
+        if not self._process.stdin.closed:
+            with suppress(BrokenPipeError):
+                self._process.stdin.close()
+        try:
+            self._process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+
+    def _write(self, line: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(line)
+        self._process.stdin.flush()
 
 
-def child_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """`environ` with what every process of a run needs."""
+def _child_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """`environ` and what every process of a run needs."""
     chosen = {name: value for name, value in environ.items() if ALONE.get(name) != value}
     return SHARING | {"PYTHONUNBUFFERED": "1"} | chosen | bypass_proxies(environ)
 
@@ -169,7 +168,7 @@ def _open_log(path: Path) -> BinaryIO:
 
 
 def _last_line(path: Path) -> str:
-    """The last line of a log that says anything."""
+    """The last line of a log that is not blank."""
     try:
         with path.open("rb") as log:
             log.seek(max(0, path.stat().st_size - LOG_TAIL_BYTES))
