@@ -1,1 +1,1 @@
-"""Runs that were never made: the real admission and staleness code on a virtual clock."""
+"""Predictions of runs: the real admission and staleness code on a virtual clock."""

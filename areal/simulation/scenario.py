@@ -1,12 +1,9 @@
-"""An event loop whose clock jumps to the next thing that happens instead of waiting for it.
+"""Predict a run: the real pipeline between simulated engines and workers and a simulated trainer.
 
-Code that runs on it is unchanged: timers, time-outs and `asyncio.sleep` mean virtual seconds. It refuses to wait for
-the outside world: when nothing is scheduled any more, nothing can happen, and that is an error.
+Everything happens on an event loop whose clock jumps to the next event instead of waiting for it, so the code that runs
+on it is unchanged: timers, time-outs and `asyncio.sleep` mean virtual seconds. Such a loop cannot wait for the outside
+world: when nothing is scheduled any more, nothing can ever happen, and that is an error.
 """
-
-# MERGED-DOC
-# The simulated half of a run: engines, rollout workers that play traced episodes on them, and a trainer.
-# A run that is only imagined: the real pipeline between a simulated cluster and a simulated trainer.
 
 import asyncio
 import itertools
@@ -29,50 +26,116 @@ from areal.simulation.trace import Trace, Turn
 T = TypeVar("T")
 
 
-class _Jump(selectors.SelectSelector):
-    """Never sleeps; the time it was asked to sleep has passed."""
-
-    now = 0.0
-
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        ready = super().select(0)
-        if not ready:
-            if timeout is None:
-                raise RuntimeError("the simulation waits for something that will never happen")
-            self.now += max(0.0, timeout)
-        return ready
-
-
-class VirtualLoop(asyncio.SelectorEventLoop):
-    def __init__(self) -> None:
-        self._jump = _Jump()
-        super().__init__(self._jump)
-
-    def time(self) -> float:
-        return self._jump.now
+@dataclass(frozen=True)
+class Scenario:
+    trace: Trace
+    engines: int = 1
+    trainers: int = 1
+    workers: int = 1
+    batch_size: int = 32
+    """Groups per step."""
+    n_samples: int = 8
+    max_head_offpolicyness: int = 2
+    max_concurrent_rollouts: int = 256
+    steps: int = 50
+    cores: float | None = None
+    """Of one machine that engines, workers and trainer share; None = each has all the cores it needs."""
 
 
-def run_virtually(work: Coroutine[Any, Any, T]) -> T:
-    """Run `work` to its end, from virtual second 0 on."""
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        return runner.run(work)
+@dataclass(frozen=True)
+class Prediction:
+    seconds: float
+    episodes: int
+    tokens: float
+    trainer_idle: float
+    """Share of the time in which the trainer waited for episodes."""
+    engine_idle: float
+    """Share of the time in which an engine had no request, mean over engines."""
+    engine_requests: float
+    """Requests at an engine, mean over time and engines."""
+    staleness: dict[int, int]
+    """How many episodes were trained so many versions after their oldest token was sampled."""
+    expired: int
+    """Episodes that became too old to be trained."""
+
+    @property
+    def mean_staleness(self) -> float:
+        return sum(lag * count for lag, count in self.staleness.items()) / self.episodes
 
 
-class Cluster:
-    """Made on the loop that it lives on. `cores` = one machine whose cores everything shares; None = enough for all."""
+def predict(scenario: Scenario) -> Prediction:
+    return run_virtually(_Simulation(scenario).run())
 
-    def __init__(self, trace: Trace, *, engines: int, workers: int, trainers: int, cores: float | None = None) -> None:
-        machine = None if cores is None else Machine(cores)
-        speed = trace.engine
-        self.trace = trace
+
+@dataclass
+class _Simulation:
+    scenario: Scenario
+    staleness: Counter[int] = field(default_factory=Counter)
+    tokens: float = 0.0
+
+    async def run(self) -> Prediction:
+        s = self.scenario
+        cluster = _Cluster(s)
+        admission = Admission(
+            batch_size=s.batch_size,
+            max_staleness=s.max_head_offpolicyness,
+            max_running=max(1, s.max_concurrent_rollouts // s.n_samples),
+            total_groups=s.steps * s.batch_size,
+        )
+        tasks: TaskStream = ((number, {}) for number in itertools.count())
+        pipeline = Pipeline(cluster.workers, admission, tasks, n_samples=s.n_samples, max_idle_rejections=sys.maxsize)
+        pipeline.publish(0, "")
+        for version in range(s.steps):
+            groups = await pipeline.take(s.batch_size)
+            await cluster.train(self._count(groups, version))
+            await cluster.swap(version + 1)
+            pipeline.publish(version + 1, "")
+        seconds = asyncio.get_running_loop().time()
+        await pipeline.aclose()
+        return self._prediction(cluster, seconds, pipeline.tally.counts.total())
+
+    def _count(self, groups: list[GroupResult], version: int) -> int:
+        """Tokens of a batch that is trained at `version`."""
+        episodes = [episode for group in groups for episode in group.episodes]
+        oldest = (episode.oldest_version for episode in episodes)
+        self.staleness.update(version - each for each in oldest if each is not None)
+        tokens = sum(row.reward for episode in episodes for row in episode.rows)
+        self.tokens += tokens
+        return round(tokens)
+
+    def _prediction(self, cluster: "_Cluster", seconds: float, expired: int) -> Prediction:
+        def mean(values: list[float]) -> float:
+            return sum(values) / len(values) / seconds
+
+        return Prediction(
+            seconds=seconds,
+            episodes=self.staleness.total(),
+            tokens=self.tokens,
+            trainer_idle=1 - cluster.trainer.busy_seconds / seconds,
+            engine_idle=1 - mean([engine.busy_seconds for engine in cluster.engines]),
+            engine_requests=mean([engine.job_seconds for engine in cluster.engines]),
+            staleness=dict(sorted(self.staleness.items())),
+            expired=expired,
+        )
+
+
+class _Cluster:
+    """Simulated engines, rollout workers and trainer."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        machine = None if scenario.cores is None else Machine(scenario.cores)
+        self.trace = scenario.trace
         self.version = 0
+        speed = self.trace.engine
         self.engines = [
             SharedServer(1 / speed.alone_tokens_per_second, 1 / speed.full_tokens_per_second, machine)
-            for _ in range(engines)
+            for _ in range(scenario.engines)
         ]
-        self.workers = [SimulatedWorker(self, SharedServer(0.0, 1.0, machine), number) for number in range(workers)]
+        self.workers = [
+            _SimulatedWorker(self, SharedServer(0.0, 1.0, machine), number) for number in range(scenario.workers)
+        ]
         self.trainer = SharedServer(0.0, 1.0, machine)
-        self._trainers = trainers
+        self._trainers = scenario.trainers
 
     async def train(self, tokens: int) -> None:
         """One step."""
@@ -80,7 +143,7 @@ class Cluster:
         await self.trainer.serve(speed.step_seconds + tokens / (speed.tokens_per_second * self._trainers))
 
     async def swap(self, version: int) -> None:
-        """New weights, on every engine at once; requests that are running go on under them."""
+        """New weights, on every engine at once; running requests go on with them."""
         await asyncio.gather(*(engine.hold(self.trace.engine.swap_seconds) for engine in self.engines))
         self.version = version
 
@@ -88,10 +151,10 @@ class Cluster:
         return min(self.engines, key=lambda engine: engine.jobs)
 
 
-class SimulatedWorker:
-    """Plays the part of a rollout worker towards the real pipeline."""
+class _SimulatedWorker:
+    """A rollout worker, as far as the pipeline can see; it plays episodes of the trace."""
 
-    def __init__(self, cluster: Cluster, process: SharedServer, number: int) -> None:
+    def __init__(self, cluster: _Cluster, process: SharedServer, number: int) -> None:
         self._cluster = cluster
         self._process = process
         self._draw = random.Random(number)
@@ -113,7 +176,7 @@ class SimulatedWorker:
 
 
 def _row(versions: list[int], tokens: float) -> Row:
-    """An entry per turn; the number of tokens travels as the reward, which nobody else needs here."""
+    """An entry per turn; the field `reward`, which is not needed here, carries the number of tokens."""
     count = len(versions)
     zeros = np.zeros(count, np.float32)
     return Row(
@@ -128,94 +191,32 @@ def _row(versions: list[int], tokens: float) -> Row:
     )
 
 
-@dataclass(frozen=True)
-class Scenario:
-    trace: Trace
-    engines: int = 1
-    trainers: int = 1
-    workers: int = 1
-    batch_size: int = 32
-    """Groups per step."""
-    n_samples: int = 8
-    max_head_offpolicyness: int = 2
-    max_concurrent_rollouts: int = 256
-    steps: int = 50
-    cores: float | None = None
-    """One machine whose cores engines, workers and trainer share; None = nobody waits for a core."""
+def run_virtually(work: Coroutine[Any, Any, T]) -> T:
+    """Run `work` to its end, beginning at virtual second 0."""
+    with asyncio.Runner(loop_factory=_VirtualLoop) as runner:
+        return runner.run(work)
 
 
-@dataclass(frozen=True)
-class Prediction:
-    seconds: float
-    episodes: int
-    tokens: float
-    trainer_idle: float
-    """Share of the time in which the trainer waited for episodes."""
-    engine_idle: float
-    """Share of the time in which an engine had no request, mean over engines."""
-    engine_requests: float
-    """Requests at an engine, mean over time and engines."""
-    staleness: dict[int, int]
-    """Versions behind -> trained episodes."""
-    expired: int
-    """Episodes that became too old to be trained."""
+class _VirtualLoop(asyncio.SelectorEventLoop):
+    def __init__(self) -> None:
+        self._clock = _JumpingClock()
+        super().__init__(self._clock)
 
-    @property
-    def mean_staleness(self) -> float:
-        return sum(lag * count for lag, count in self.staleness.items()) / self.episodes
+    def time(self) -> float:
+        return self._clock.now
 
 
-def predict(scenario: Scenario) -> Prediction:
-    return run_virtually(_Run(scenario).play())
+class _JumpingClock(selectors.SelectSelector):
+    """Never sleeps: a time to sleep is added to the clock instead."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
 
-@dataclass
-class _Run:
-    scenario: Scenario
-    staleness: Counter[int] = field(default_factory=Counter)
-    tokens: float = 0.0
-
-    async def play(self) -> Prediction:
-        s = self.scenario
-        cluster = Cluster(s.trace, engines=s.engines, workers=s.workers, trainers=s.trainers, cores=s.cores)
-        admission = Admission(
-            batch_size=s.batch_size,
-            max_staleness=s.max_head_offpolicyness,
-            max_running=max(1, s.max_concurrent_rollouts // s.n_samples),
-            total_groups=s.steps * s.batch_size,
-        )
-        tasks: TaskStream = ((number, {}) for number in itertools.count())
-        pipeline = Pipeline(cluster.workers, admission, tasks, n_samples=s.n_samples, max_idle_rejections=sys.maxsize)
-        pipeline.publish(0, "")
-        for version in range(s.steps):
-            groups = await pipeline.take(s.batch_size)
-            await cluster.train(self._note(groups, version))
-            await cluster.swap(version + 1)
-            pipeline.publish(version + 1, "")
-        seconds = asyncio.get_running_loop().time()
-        await pipeline.aclose()
-        return self._prediction(cluster, seconds, pipeline.tally.counts.total())
-
-    def _note(self, groups: list[GroupResult], version: int) -> int:
-        """Tokens of a batch that is trained at `version`."""
-        rows = [row for group in groups for episode in group.episodes for row in episode.rows]
-        self.staleness.update(version - int(row.versions.min()) for row in rows)
-        tokens = sum(row.reward for row in rows)
-        self.tokens += tokens
-        return round(tokens)
-
-    def _prediction(self, cluster: Cluster, seconds: float, expired: int) -> Prediction:
-        def mean(values: list[float]) -> float:
-            return sum(values) / len(values) / seconds
-
-        engines: list[SharedServer] = cluster.engines
-        return Prediction(
-            seconds=seconds,
-            episodes=self.staleness.total(),
-            tokens=self.tokens,
-            trainer_idle=1 - cluster.trainer.busy_seconds / seconds,
-            engine_idle=1 - mean([engine.busy_seconds for engine in engines]),
-            engine_requests=mean([engine.job_seconds for engine in engines]),
-            staleness=dict(sorted(self.staleness.items())),
-            expired=expired,
-        )
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        ready = super().select(0)
+        if not ready:
+            if timeout is None:
+                raise RuntimeError("the simulation waits for something that will never happen")
+            self.now += max(0.0, timeout)
+        return ready

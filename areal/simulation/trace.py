@@ -1,18 +1,13 @@
-"""What is to be simulated: how episodes look, and how fast the parts are. Recorded, written by hand, or synthetic.
+"""What a simulation is fed with: how episodes look, and how fast the parts are.
 
-As JSON (every speed may be left out; see the fields for what that means):
+A trace is read from JSON, synthetic (`read_trace`), or recorded from the files of a finished run (`record`). As JSON
+(every speed may be left out; see the fields for their defaults):
 
     {"episodes": [[{"wait_seconds": 0.3, "tokens": 40}, …], …],
      "engine": {"alone_tokens_per_second": 30, "full_tokens_per_second": 250, "swap_seconds": 0.1},
      "client": {"call_seconds": 0.002},
      "trainer": {"tokens_per_second": 2000, "step_seconds": 0.1}}
 """
-
-# MERGED-DOC
-# A trace of a run that was made: its episodes as they were, and how fast its parts turned out to be.
-#
-# Speeds are read from the run's own files. With c requests at the engine a token takes `fixed + c * shared` seconds: the
-# mean over all calls and that of the quickest ones, which had the engine nearly to themselves, give both.
 
 import dataclasses
 import json
@@ -50,7 +45,7 @@ class EngineSpeed:
 @dataclass(frozen=True)
 class ClientSpeed:
     call_seconds: float = 0.0
-    """Processor time that one call costs the worker process which runs the agent."""
+    """Processor time that one call costs the worker process that runs the agent."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +53,7 @@ class TrainerSpeed:
     tokens_per_second: float = 10_000.0
     """Sampled tokens that one trainer learns from."""
     step_seconds: float = 0.0
-    """What a step costs beside its tokens, however many trainers there are."""
+    """What a step costs in addition to its tokens, however many trainers there are."""
 
 
 @dataclass(frozen=True)
@@ -143,14 +138,17 @@ def _synthetic(words: str) -> Trace:
 
 
 QUICKEST = 0.02
-"""Share of the calls that are taken to have been alone."""
+"""Share of the calls that are taken to have had the engine to themselves."""
 
 RecordedCall = tuple[float, float, int]
 """Asked and answered, in seconds of the episode; tokens."""
 
 
 def record(run: str | Path) -> Trace:
-    """The trace of a finished run's directory. Raises TraceError."""
+    """The trace of a finished run: its episodes as they were, and how fast its parts turned out to be.
+
+    Raises TraceError if `run` is not the directory of one.
+    """
     place = Path(run)
     try:
         summary = json.loads((place / "summary.json").read_text(encoding="utf-8"))
@@ -178,7 +176,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _recorded_turns(calls: Sequence[RecordedCall]) -> list[Turn]:
-    """An agent waited for something else from the last answer that it had to the next question."""
+    """From one answer to the next question, an agent waited for something else."""
     turns, answered_last = [], 0.0
     for asked, answered, tokens in sorted(calls):
         turns.append(Turn(max(0.0, asked - answered_last), tokens))
@@ -187,9 +185,13 @@ def _recorded_turns(calls: Sequence[RecordedCall]) -> list[Turn]:
 
 
 def _engine(episodes: Sequence[Sequence[RecordedCall]], generating_seconds: float) -> EngineSpeed:
+    """With c requests at the engine a token takes `fixed + c * shared` seconds.
+
+    The mean over all calls, and that of the quickest ones, which had the engine nearly to themselves, give both.
+    """
     calls = [call for each in episodes for call in each if call[2]]
     per_token = sorted((answered - asked) / tokens for asked, answered, tokens in calls)
     quick, mean = per_token[int(len(per_token) * QUICKEST)], sum(per_token) / len(per_token)
-    company = sum(answered - asked for asked, answered, _ in calls) / generating_seconds  # Little's law
-    shared = max((mean - quick) / max(1.0, company - 1), 1e-9)
+    at_once = sum(answered - asked for asked, answered, _ in calls) / generating_seconds  # Little's law
+    shared = max((mean - quick) / max(1.0, at_once - 1), 1e-9)
     return EngineSpeed(1 / max(quick - shared, 1e-9), 1 / shared)

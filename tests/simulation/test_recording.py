@@ -45,7 +45,7 @@ def test_speeds_are_those_of_the_run(tmp_path: Path) -> None:
     assert trace.trainer.tokens_per_second == pytest.approx(50.0)
 
 
-def test_what_is_no_run_is_told_so(tmp_path: Path) -> None:
+def test_directory_that_is_no_finished_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="not the directory of a finished run"):
         record(tmp_path)
     with pytest.raises(TraceError, match="recorded no call"):

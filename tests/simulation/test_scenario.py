@@ -1,4 +1,4 @@
-"""Imagined runs whose outcome can be worked out by hand, and the bounds that hold for all of them."""
+"""Simulated runs whose outcome can be worked out by hand, and the bounds that hold for all of them."""
 
 import json
 from pathlib import Path
@@ -65,7 +65,7 @@ def test_a_trace_survives_the_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
         ({}, "must be an object with"),
         ({"episodes": [[]]}, "at least one turn"),
@@ -79,22 +79,22 @@ def test_a_trace_survives_the_file(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_wrong_trace_is_told_what_is_wrong(content: object, told: str, tmp_path: Path) -> None:
+def test_a_wrong_trace_is_refused_with_the_reason(content: object, message: str, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     path.write_text(json.dumps(content))
-    with pytest.raises(TraceError, match=told):
+    with pytest.raises(TraceError, match=message):
         read_trace(str(path))
 
 
 def test_the_verb_prints_one_json_object(capsys: pytest.CaptureFixture[str]) -> None:
     words = "simulate --latency lognormal:mean=1,sigma=0.5 --steps 3 --batch-size 2 --eta 0 2 --json"
     assert main(words.split()) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["eta_2"]["seconds"] < told["eta_0"]["seconds"]
+    predicted = json.loads(capsys.readouterr().out)
+    assert predicted["eta_2"]["seconds"] < predicted["eta_0"]["seconds"]
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         ("lognormal: --engines 0", "--engines must be >= 1, got 0"),
         ("lognormal:mean=nan", "needs mean > 0"),
@@ -103,6 +103,6 @@ def test_the_verb_prints_one_json_object(capsys: pytest.CaptureFixture[str]) -> 
         ("lognormal: --plot nowhere/plot.png", "there is no directory 'nowhere'"),
     ],
 )
-def test_the_verb_refuses_what_means_nothing(words: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_verb_refuses_what_means_nothing(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "--latency", *words.split()]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err

@@ -48,7 +48,7 @@ def test_no_work_is_lost_or_made(jobs: list[tuple[float, float]]) -> None:
     assert left == 0
 
 
-def test_a_swap_holds_everybody_for_its_time() -> None:
+def test_a_swap_stops_every_job_for_its_time() -> None:
     async def play() -> float:
         server = SharedServer(0.0, 1.0)
         job = asyncio.ensure_future(served(server, 2))
@@ -59,7 +59,7 @@ def test_a_swap_holds_everybody_for_its_time() -> None:
     assert run_virtually(play()) == pytest.approx(12.0)
 
 
-def test_a_cancelled_caller_harms_nobody() -> None:
+def test_a_cancelled_caller_does_not_disturb_the_others() -> None:
     async def play() -> float:
         server = SharedServer(0.0, 1.0)
         gone = asyncio.ensure_future(server.serve(1))
