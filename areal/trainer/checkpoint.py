@@ -1,4 +1,4 @@
-"""A checkpoint is a directory that appears whole: a Hugging Face model with its tokenizer, and the trainer's state."""
+"""A checkpoint is a directory with a Hugging Face model, its tokenizer and the trainer's state. It is never partial."""
 
 import os
 import shutil
@@ -15,7 +15,7 @@ STATE_FILE = "trainer.pt"
 
 
 def save_checkpoint(directory: Path, engine: TrainingEngine, tokenizer: Any, state: dict[str, Any]) -> None:
-    """Write beside the target, then rename: a killed run leaves no half checkpoint under that name."""
+    """Write next to the target, then rename: a killed run leaves no partial checkpoint under that name."""
     if directory.exists():
         return
     temporary = directory.with_name(f".{directory.name}.partial")
@@ -25,7 +25,7 @@ def save_checkpoint(directory: Path, engine: TrainingEngine, tokenizer: Any, sta
         _write(temporary, engine, tokenizer, state)
         os.rename(temporary, directory)
         _sync(directory.parent)
-    except (OSError, SafetensorError, RuntimeError) as error:  # torch and safetensors have their own for a full disk
+    except (OSError, SafetensorError, RuntimeError) as error:  # torch and safetensors raise their own on a full disk
         shutil.rmtree(temporary, ignore_errors=True)
         reason = str(error).split("\n")[0]
         raise ArealError(
@@ -34,7 +34,7 @@ def save_checkpoint(directory: Path, engine: TrainingEngine, tokenizer: Any, sta
 
 
 def load_checkpoint(directory: Path, engine: TrainingEngine) -> dict[str, Any]:
-    """Put the engine where it was; return the trainer's state."""
+    """Restore the engine; returns the trainer's state."""
     engine.model.load(directory)
     saved = torch.load(directory / STATE_FILE, weights_only=True)
     engine.load_state(saved["engine"])
@@ -51,7 +51,7 @@ def _write(directory: Path, engine: TrainingEngine, tokenizer: Any, state: dict[
 
 
 def _sync(path: Path) -> None:
-    """Bytes and names reach the disk before what comes next does."""
+    """Make sure that a file's bytes, or a directory's names, are on the disk before the next step."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

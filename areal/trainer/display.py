@@ -1,34 +1,37 @@
-"""What a person sees while a run trains: a live bar in a terminal, a few plain lines anywhere else. Writes to stderr.
+"""What a person sees of a run, on stderr: progress, notices at its start and its end, whole conversations.
 
-Owns the display only. It keeps the last value of each number it shows, because held-out success is measured rarely.
+`Progress` is a live bar in a terminal and about twenty plain lines anywhere else; `Announcer` is the same for a slow
+preparation. The functions below make what they print: conversations as panels, notices as text.
+
+Model output is shown, never obeyed: markup and control characters in it are printed, not interpreted.
 """
 
-# MERGED-DOC
-# The sentences a run says to its user at its start and at its end.
-
+import json
 import logging
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.padding import Padding
+from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bar
 from rich.status import Status
 from rich.text import Text
 
+from areal.api.messages import Episode
+from areal.utils.closing import Closing
 from areal.utils.logging import ROOT
-from areal.utils.threads import ThreadPlan
 
 PLAIN_LINES = 20
 """About how many lines a whole run prints where there is no terminal."""
 
-SHOWN: dict[str, Callable[[float], str]] = {
+FIGURES: dict[str, Callable[[float], str]] = {
     "nll": lambda value: f"loss {value:.3f}",
     "reward": lambda value: f"reward {value:.2f}",
     "eval_reward": lambda value: f"held-out {value:.2f}",
@@ -36,11 +39,14 @@ SHOWN: dict[str, Callable[[float], str]] = {
     "staleness": lambda value: f"staleness {value:.1f}",
     "rejected": lambda value: f"rejected {value:.0f}",
 }
-"""Keys of a row that are shown, in this order, and how each reads."""
+"""Figures that are shown, in this order, and how each reads."""
 
 
-class Progress:
-    """`with Progress(total_steps) as progress:` … `progress.update(step, row)` after each step."""
+class Progress(Closing):
+    """`with Progress(total_steps) as progress:` … `progress.update(step, row)` after each step.
+
+    It keeps the last value of each figure it shows, because held-out success is measured rarely.
+    """
 
     def __init__(
         self,
@@ -59,7 +65,7 @@ class Progress:
 
     def update(self, step: int, row: Mapping[str, float | None]) -> None:
         """Show that `step` steps are done, of which `row` holds the latest numbers."""
-        self._shown.update({key: row[key] for key in SHOWN if row.get(key) is not None})  # type: ignore[misc]
+        self._shown.update({key: row[key] for key in FIGURES if row.get(key) is not None})  # type: ignore[misc]
         if self._first is None:
             self._begin(step)
         if self._bar is not None:
@@ -68,13 +74,13 @@ class Progress:
             self._print_sometimes(step)
 
     def say(self, what: RenderableType) -> None:
-        """Print above the bar. Text is printed as it is, whatever brackets it holds."""
+        """Print above the bar. Brackets in a text are printed, not taken for markup."""
         plain = isinstance(what, str)
         self.console.print(what, markup=False, highlight=False, emoji=False, soft_wrap=plain)
 
     @contextmanager
     def spinner(self, text: str) -> Iterator[None]:
-        """Say what is being waited for, and at its end how long it took."""
+        """Say what the run is waiting for, and at the end how long that took."""
         began = self._clock()
         if self._bar is None and self.console.is_terminal:
             with self.console.status(Text(f"{text} …")):
@@ -89,14 +95,6 @@ class Progress:
             self._bar.close()
             self._bar = None
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def _begin(self, step: int) -> None:
         """The bar starts with the first numbers, so that set-up phases have the terminal to themselves."""
         self._first = (step, self._clock())
@@ -104,7 +102,7 @@ class Progress:
             self._bar = _LiveBar(self.console, self._total)
 
     def _facts(self) -> str:
-        return "  ".join(show(self._shown[key]) for key, show in SHOWN.items() if key in self._shown)
+        return "  ".join(show(self._shown[key]) for key, show in FIGURES.items() if key in self._shown)
 
     def _eta(self, step: int) -> str:
         assert self._first is not None
@@ -122,46 +120,8 @@ class Progress:
         self.say("  ".join(part for part in (f"step {step}/{self._total}", self._facts(), self._eta(step)) if part))
 
 
-class Announcer:
-    """Says how far a slow preparation is: one changing line in a terminal, elsewhere its first and its last word.
-
-    Nothing appears if it is never called.
-    """
-
-    def __init__(self, console: Console | None = None) -> None:
-        self._console = console or Console(stderr=True)
-        self._status: Status | None = None
-        self._said = self._last = ""
-
-    def __call__(self, text: str) -> None:
-        self._last = text
-        if not self._console.is_terminal:
-            if not self._said:
-                self._say(text)
-        elif self._status is None:
-            self._status = self._console.status(Text(text))
-            self._status.start()
-        else:
-            self._status.update(Text(text))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._status is not None:
-            self._status.stop()
-        if self._last != self._said:
-            self._say(self._last)
-
-    def _say(self, text: str) -> None:
-        self._said = text
-        self._console.print(Text(text), soft_wrap=True)
-
-
 class _LiveBar:
-    """A bar and a line of numbers under it; log lines go above while it lives."""
+    """A bar with a line of figures under it; log lines go above it."""
 
     def __init__(self, console: Console, total: int) -> None:
         self._bar = Bar(
@@ -185,7 +145,7 @@ class _LiveBar:
 
 
 def _redirect_logs(before: Any) -> Callable[[], None]:
-    """Move log handlers from `before`, the old sys.stderr, to the one the bar put in its place; return the way back."""
+    """Move log handlers from `before`, the old sys.stderr, to the bar's own; returns what moves them back."""
     handlers = [h for h in logging.getLogger(ROOT).handlers if isinstance(h, logging.StreamHandler)]
     moved = [handler for handler in handlers if handler.stream is before]
     for handler in moved:
@@ -208,13 +168,126 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
-def hello(run: Path, step: int, threads: ThreadPlan) -> str:
+class Announcer(Closing):
+    """Reports on a slow preparation: one changing line in a terminal, elsewhere its first and its last report.
+
+    Prints nothing if it is never called.
+    """
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(stderr=True)
+        self._status: Status | None = None
+        self._printed = self._last = ""
+
+    def __call__(self, text: str) -> None:
+        self._last = text
+        if not self._console.is_terminal:
+            if not self._printed:
+                self._print(text)
+        elif self._status is None:
+            self._status = self._console.status(Text(text))
+            self._status.start()
+        else:
+            self._status.update(Text(text))
+
+    def close(self) -> None:
+        if self._status is not None:
+            self._status.stop()
+        if self._last != self._printed:
+            self._print(self._last)
+
+    def _print(self, text: str) -> None:
+        self._printed = text
+        self._console.print(Text(text), soft_wrap=True)
+
+
+SHOWN_CHARACTERS = 600
+SHOWN_LINES = 12
+COLOURS = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
+
+
+def render_episode(episode: Episode, title: str = "") -> Panel:
+    """One whole conversation with its rewards; what is left out of long contents is counted."""
+    parts = [part for message in episode.messages for part in _render_message(message)]
+    return Panel(
+        Group(*parts) if parts else Text("no messages were recorded", style="dim"),
+        title=Text(title) if title else None,
+        title_align="left",
+        subtitle=Text(_episode_facts(episode)),
+        subtitle_align="left",
+        border_style="dim",
+    )
+
+
+def _episode_facts(episode: Episode) -> str:
+    oldest, newest = episode.oldest_version, episode.newest_version
+    facts = [f"reward {episode.reward:g}", _count(episode.calls, "call"), _count(episode.trained_tokens, "token")]
+    if oldest is not None:
+        facts.append(f"weights {oldest}" if oldest == newest else f"weights {oldest}–{newest}")
+    facts.append(f"{episode.seconds:.2f} s")
+    return " · ".join(facts)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def _render_message(message: Mapping[str, Any]) -> list[Text | Padding]:
+    role = str(message.get("role", "?"))
+    head = Text(role, style=f"bold {COLOURS.get(role, 'white')}")
+    if message.get("reward") is not None:
+        head.append(f"  reward {message['reward']:g}", style="bold")
+    lines: list[Text | Padding] = [head]
+    content = _content_text(message.get("content"))
+    if content:
+        lines.append(Padding(Text(_clip(_printable(content))), (0, 0, 0, 2)))
+    calls = [_call_text(call) for call in message.get("tool_calls") or []]
+    lines.extend(Padding(Text(_clip(_printable(call)), style="yellow"), (0, 0, 0, 2)) for call in calls)
+    return lines
+
+
+def _call_text(call: Mapping[str, Any]) -> str:
+    function = call.get("function", call)
+    arguments = function.get("arguments", "")
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False, separators=(",", ":"))
+    return f"→ {function.get('name', '?')}({arguments})"
+
+
+def _content_text(content: Any) -> str:
+    """Text of a message's content, which may be a list of parts; a part without text is named by its type."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list):
+        return "\n".join(_part_text(part) for part in content)
+    return str(content)
+
+
+def _part_text(part: Any) -> str:
+    if not isinstance(part, Mapping):
+        return str(part)
+    return str(part["text"]) if "text" in part else f"[{part.get('type', 'part')}]"
+
+
+def _printable(text: str) -> str:
+    return "".join(c if c.isprintable() or c == "\n" else "�" for c in text.replace("\t", "    "))
+
+
+def _clip(text: str) -> str:
+    text = text.strip("\n")
+    kept = "\n".join(text.splitlines()[:SHOWN_LINES])[:SHOWN_CHARACTERS]
+    left_out = len(text) - len(kept)
+    return kept if left_out <= 0 else f"{kept.rstrip()} … ({left_out:,} more characters)"
+
+
+STOPPING = "stopping after the current step; press Ctrl-C again to stop at once"
+
+
+def hello(run: Path, step: int) -> str:
     resumed = f" (resuming after step {step})" if step else ""
-    return f"run directory {run}{resumed}\n{threads.reason}"
-
-
-def stopping() -> str:
-    return "stopping after the present step; Ctrl-C again stops at once"
+    return f"run directory {run}{resumed}"
 
 
 def stopped(run: Path, step: int, total_steps: int) -> str:
@@ -222,10 +295,10 @@ def stopped(run: Path, step: int, total_steps: int) -> str:
     return f"stopped {when}; everything is saved in {run}\nto go on, give the same command with trial_name={run.name}"
 
 
-def closing(summary: dict[str, Any], run: Path, model: Path, curve: Path) -> str:
-    """What it cost, how well it went, where everything is."""
+def results(summary: dict[str, Any]) -> list[str]:
+    """What a PPO run cost and how well it went, a line each."""
     cpu = " · ".join(f"{name}: {seconds:.0f} s" for name, seconds in summary["cpu_seconds"].items())
-    lines = [
+    return [
         f"{summary['calls']:,} model calls, {summary['calls_per_second']:.0f} per second · "
         f"engine busy during {summary['overlap']:.0%} of training",
         f"processor time · {cpu}",
@@ -234,12 +307,7 @@ def closing(summary: dict[str, Any], run: Path, model: Path, curve: Path) -> str
         *summary.get("stalls", []),
         *_greedy(summary["held_out"]),
         *([summary["verdict"]] if "verdict" in summary else []),
-        f"curve       {curve}",
-        f"run         {run}",
-        f"model       {model}",
-        f"talk to it  areal chat {model}",
     ]
-    return "\n".join(lines)
 
 
 def _pauses(seconds: dict[str, float]) -> list[str]:
@@ -256,3 +324,13 @@ def _greedy(held_out: dict[str, Any]) -> list[str]:
         return []
     before, after = held_out["before_greedy"], held_out["after_greedy"]
     return [f"greedy {before['reward']:.2f} → {after['reward']:.2f} on {after['tasks']} held-out tasks"]
+
+
+def places(run: Path, model: Path, curve: Path | None = None) -> list[str]:
+    """Where to find what a run leaves, a line each."""
+    return [
+        *([f"curve       {curve}"] if curve else []),
+        f"run         {run}",
+        f"model       {model}",
+        f"talk to it  areal chat {model}",
+    ]

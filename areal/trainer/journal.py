@@ -1,12 +1,8 @@
-"""Tokens per second over the last few steps: one step alone is a burst or a pause."""
+"""The record of a PPO run: figures and conversations of each step, held-out evaluations, the curve, the summary.
 
-# MERGED-DOC
-# How good the policy is on held-out tasks, and the sentence that says so.
-# What is written down about one training step.
-# What a run writes down and shows: metrics, conversations, the progress bar, the curve, the summary.
-#
-# A resumed run continues its journal: counts and seconds go on from the checkpoint, and what was measured before the
-# first step is remembered, not measured again.
+A resumed run continues its journal: counts and seconds go on from the checkpoint, and what was measured before the
+first step is read back instead of being measured again.
+"""
 
 import json
 import statistics
@@ -16,38 +12,120 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
 from areal.api.messages import Episode, GroupResult
 from areal.trainer.curve import draw_reward_curve
-from areal.trainer.display import Progress
-from areal.trainer.logs import MetricsLog, RolloutLog, read_metrics, render_episode
+from areal.trainer.display import Progress, render_episode
+from areal.trainer.logs import MetricsLog, RolloutLog, read_metrics
 from areal.trainer.run_directory import RunDirectory, write_atomically
+from areal.utils.closing import Closing
 
-WINDOW_STEPS = 10
+BEFORE, DURING, AFTER = "before", "during", "after"
+"""When an evaluation is made: before the first step, between two, after the last."""
+
+RATE_STEPS = 10
+"""Tokens per second are taken over so many steps: one step alone is a burst or a pause."""
 
 
-class Pace:
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """The first step is measured from now."""
-        self._clock = clock
-        self._marks = deque([(clock(), 0.0)], maxlen=WINDOW_STEPS + 1)
-        """When each step ended, and the tokens of all steps up to it."""
+@dataclass
+class Account:
+    """Totals of a run, over all its sessions; a checkpoint keeps them."""
 
-    def step(self, tokens: float) -> float:
-        """A step with so many tokens ends now; returns the rate."""
-        self._marks.append((self._clock(), self._marks[-1][1] + tokens))
-        (began, before), (now, total) = self._marks[0], self._marks[-1]
-        return (total - before) / max(now - began, 1e-9)
+    seconds: float = 0.0
+    """From the first evaluation on."""
+    calls: int = 0
+    max_logprob_difference: float = 0.0
+
+
+class Journal(Closing):
+    def __init__(self, directory: RunDirectory, total_steps: int, first_step: int, account: Account) -> None:
+        """`first_step` steps have been taken; anything later in the logs is dropped, because it will be redone."""
+        self._directory = directory
+        self._total_steps = total_steps
+        self._account = account
+        self._began = time.monotonic() - account.seconds
+        self._rate = TokenRate()
+        self._evaluations = _read_evaluations(directory.held_out)
+        self._stack = ExitStack()
+        self.progress = self._stack.enter_context(Progress(total_steps, first_step))
+        self._metrics = self._stack.enter_context(MetricsLog(directory.path, first_step + 1))
+        self._rollouts = self._stack.enter_context(RolloutLog(directory.path, first_step + 1))
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def start_clock(self) -> None:
+        """Training begins now."""
+        self._began = time.monotonic() - self._account.seconds
+        self._rate = TokenRate()
+
+    @property
+    def account(self) -> Account:
+        """The totals up to now."""
+        return replace(self._account, seconds=self._seconds)
+
+    @property
+    def _seconds(self) -> float:
+        return time.monotonic() - self._began
+
+    def step(self, step: int, groups: Sequence[GroupResult], figures: Mapping[str, float]) -> None:
+        """Record a step that has been taken; `figures` are those of `step_figures` and whatever else is known."""
+        for group in groups:
+            for episode in group.episodes:
+                self._rollouts.append(step, group.task_id, episode)
+        account = self._account
+        account.calls += int(figures["calls"])
+        account.max_logprob_difference = max(account.max_logprob_difference, figures.get("max_logprob_difference", 0.0))
+        self._write(step, {"tokens_per_second": self._rate.step(figures["tokens"]), **figures})
+        if step in (1, self._total_steps // 2, self._total_steps):
+            self._show_best_and_worst(step, groups)
+
+    def evaluation(self, step: int, when: str, results: Sequence[GroupResult], *, greedy: bool) -> None:
+        evaluation = Evaluation.of(results)
+        self._account.calls += sum(episode.calls for result in results for episode in result.episodes)
+        self._evaluations[_evaluation_key(when, greedy)] = evaluation
+        self._write(step, {"eval_greedy_reward" if greedy else "eval_reward": evaluation.reward})
+        if when == BEFORE:
+            known = {key: asdict(each) for key, each in self._evaluations.items()}
+            write_atomically(self._directory.held_out, json.dumps(known, indent=2) + "\n")
+
+    def has_evaluation(self, when: str, *, greedy: bool) -> bool:
+        return _evaluation_key(when, greedy) in self._evaluations
+
+    def summary(self) -> dict[str, Any]:
+        account = self.account
+        known = {
+            **asdict(account),
+            "calls_per_second": account.calls / account.seconds,
+            "held_out": {key: asdict(evaluation) for key, evaluation in self._evaluations.items()},
+        }
+        if {BEFORE, AFTER} <= self._evaluations.keys():
+            known["verdict"] = verdict(self._evaluations[BEFORE], self._evaluations[AFTER], account.seconds)
+        return known
+
+    def draw(self) -> None:
+        draw_reward_curve(read_metrics(self._directory.path), self._directory.curve)
+
+    def _write(self, step: int, figures: Mapping[str, float]) -> None:
+        row = {"time_seconds": self._seconds, **figures}
+        self._metrics.write(step, row)
+        self.progress.update(step, row)
+
+    def _show_best_and_worst(self, step: int, groups: Sequence[GroupResult]) -> None:
+        episodes = sorted((episode for group in groups for episode in group.episodes), key=lambda each: each.reward)
+        for episode in {id(each): each for each in (episodes[0], episodes[-1])}.values():
+            self.progress.say(render_episode(episode, title=f"step {step}"))
 
 
 @dataclass(frozen=True)
 class Evaluation:
+    """How good the policy is on held-out tasks."""
+
     reward: float
-    """Mean over the episodes that ended."""
+    """Mean over the episodes that were not rejected."""
     tasks: int
     rejected: int
     is_success: bool
@@ -64,6 +142,16 @@ class Evaluation:
         )
 
 
+def _evaluation_key(when: str, greedy: bool) -> str:
+    return f"{when}_greedy" if greedy else when
+
+
+def _read_evaluations(path: Path) -> dict[str, Evaluation]:
+    if not path.exists():
+        return {}
+    return {key: Evaluation(**each) for key, each in json.loads(path.read_text(encoding="utf-8")).items()}
+
+
 def verdict(before: Evaluation, after: Evaluation, seconds: float) -> str:
     """`held-out success 0.41 → 0.93 in 58 s`"""
     what = "success" if before.is_success and after.is_success else "reward"
@@ -71,9 +159,31 @@ def verdict(before: Evaluation, after: Evaluation, seconds: float) -> str:
     return f"held-out {what} {before.reward:.2f} → {after.reward:.2f} in {seconds:.0f} s{rejected}"
 
 
-def pause_figures(seconds: Sequence[float]) -> dict[str, float]:
-    """Median and maximum; nothing of nothing."""
-    return {"median": statistics.median(seconds), "max": max(seconds)} if seconds else {}
+def step_figures(groups: Sequence[GroupResult], version: int, policy: Mapping[str, float]) -> dict[str, float]:
+    """Figures of a batch that was trained at `version`, together with those of the update itself."""
+    episodes = [episode for group in groups for episode in group.episodes]
+    rewards = np.array([episode.reward for episode in episodes])
+    oldest = np.array([each.oldest_version for each in episodes if each.oldest_version is not None])
+    figures = {
+        "reward": float(rewards.mean()),
+        "staleness": float((version - oldest).mean()),
+        "staleness_max": float((version - oldest).max()),
+        "episodes": float(len(episodes)),
+        "calls": float(sum(episode.calls for episode in episodes)),
+        "tokens": float(sum(episode.trained_tokens for episode in episodes)),
+        "episode_seconds": float(np.mean([episode.seconds for episode in episodes])),
+        "truncated": float(np.mean([episode.rows[-1].truncated for episode in episodes])),
+    }
+    return {**figures, **policy, **_recorded_means(episodes)}
+
+
+def _recorded_means(episodes: Sequence[Episode]) -> dict[str, float]:
+    """Means of what user code recorded through the stats tracker."""
+    values: dict[str, list[float]] = {}
+    for episode in episodes:
+        for name, value in episode.stats.items():
+            values.setdefault(name, []).append(value)
+    return {name: float(np.mean(each)) for name, each in values.items()}
 
 
 def overlap(training: Sequence[tuple[float, float]], producing: Sequence[tuple[float, float]]) -> float:
@@ -91,143 +201,22 @@ def overlap(training: Sequence[tuple[float, float]], producing: Sequence[tuple[f
     return shared / total if total else 0.0
 
 
-def step_figures(groups: Sequence[GroupResult], version: int, policy: Mapping[str, float]) -> dict[str, float]:
-    """Figures of a batch that was consumed at `version`, beside those of the update itself."""
-    episodes = [episode for group in groups for episode in group.episodes]
-    rewards = np.array([episode.reward for episode in episodes])
-    lags = np.array([version - _oldest(episode) for episode in episodes])
-    figures = {
-        "reward": float(rewards.mean()),
-        "staleness": float(lags.mean()),
-        "staleness_max": float(lags.max()),
-        "episodes": float(len(episodes)),
-        "calls": float(sum(episode.calls for episode in episodes)),
-        "tokens": float(sum(int(row.loss_mask.sum()) for episode in episodes for row in episode.rows)),
-        "episode_seconds": float(np.mean([episode.seconds for episode in episodes])),
-        "truncated": float(np.mean([episode.rows[-1].truncated for episode in episodes])),
-    }
-    return {**figures, **policy, **_recorded(episodes)}
+def pause_figures(seconds: Sequence[float]) -> dict[str, float]:
+    """Median and maximum; empty if there was no pause."""
+    return {"median": statistics.median(seconds), "max": max(seconds)} if seconds else {}
 
 
-def _oldest(episode: Episode) -> int:
-    return min(int(row.versions[row.loss_mask].min()) for row in episode.rows if row.loss_mask.any())
+class TokenRate:
+    """Tokens per second over the last `RATE_STEPS` steps."""
 
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """The first step is measured from now."""
+        self._clock = clock
+        self._marks = deque([(clock(), 0.0)], maxlen=RATE_STEPS + 1)
+        """When each step ended, and the tokens of all steps up to it."""
 
-def _recorded(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Means of what user code recorded through the stats tracker."""
-    values: dict[str, list[float]] = {}
-    for episode in episodes:
-        for name, value in episode.stats.items():
-            values.setdefault(name, []).append(value)
-    return {name: float(np.mean(each)) for name, each in values.items()}
-
-
-BEFORE, DURING, AFTER = "before", "during", "after"
-"""When an evaluation is made: before the first step, between two, after the last."""
-
-
-@dataclass
-class Account:
-    """Running totals of a run, over all its sessions."""
-
-    seconds: float = 0.0
-    """From the first evaluation on."""
-    calls: int = 0
-    max_logprob_difference: float = 0.0
-
-
-class Journal:
-    def __init__(self, directory: RunDirectory, total_steps: int, first_step: int, account: Account) -> None:
-        """`first_step` steps are already in the logs; what lies beyond was never trained on and is dropped."""
-        self._directory = directory
-        self._total_steps = total_steps
-        self._account = account
-        self._began = time.monotonic() - account.seconds
-        self._pace = Pace()
-        self._evaluations = _remembered(directory.held_out)
-        self._stack = ExitStack()
-        self.progress = self._stack.enter_context(Progress(total_steps, first_step))
-        self._metrics = self._stack.enter_context(MetricsLog(directory.path, first_step + 1))
-        self._rollouts = self._stack.enter_context(RolloutLog(directory.path, first_step + 1))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.close()
-
-    def start_clock(self) -> None:
-        """Training begins now."""
-        self._began = time.monotonic() - self._account.seconds
-        self._pace = Pace()
-
-    @property
-    def account(self) -> Account:
-        """What a checkpoint keeps of this journal."""
-        return replace(self._account, seconds=self._seconds)
-
-    @property
-    def _seconds(self) -> float:
-        return time.monotonic() - self._began
-
-    def step(self, step: int, groups: Sequence[GroupResult], figures: Mapping[str, float]) -> None:
-        for group in groups:
-            for episode in group.episodes:
-                self._rollouts.append(step, group.task_id, episode)
-        account = self._account
-        account.calls += int(figures["calls"])
-        account.max_logprob_difference = max(account.max_logprob_difference, figures.get("max_logprob_difference", 0.0))
-        self._write(step, {"tokens_per_second": self._pace.step(figures["tokens"]), **figures})
-        if step in (1, self._total_steps // 2, self._total_steps):
-            self._show_some(step, groups)
-
-    def evaluation(self, step: int, when: str, results: Sequence[GroupResult], *, greedy: bool) -> None:
-        evaluation = Evaluation.of(results)
-        self._account.calls += sum(episode.calls for result in results for episode in result.episodes)
-        self._evaluations[_name(when, greedy)] = evaluation
-        self._write(step, {"eval_greedy_reward" if greedy else "eval_reward": evaluation.reward})
-        if when == BEFORE:
-            known = {name: asdict(each) for name, each in self._evaluations.items()}
-            write_atomically(self._directory.held_out, json.dumps(known, indent=2) + "\n")
-
-    def remembers(self, when: str, *, greedy: bool) -> bool:
-        return _name(when, greedy) in self._evaluations
-
-    def summary(self) -> dict[str, Any]:
-        """Everything this journal knows at the end."""
-        account = self.account
-        known = {
-            **asdict(account),
-            "calls_per_second": account.calls / account.seconds,
-            "held_out": {when: asdict(evaluation) for when, evaluation in self._evaluations.items()},
-        }
-        if {BEFORE, AFTER} <= self._evaluations.keys():
-            known["verdict"] = verdict(self._evaluations[BEFORE], self._evaluations[AFTER], account.seconds)
-        return known
-
-    def draw(self) -> Path:
-        draw_reward_curve(read_metrics(self._directory.path), self._directory.curve)
-        return self._directory.curve
-
-    def _write(self, step: int, figures: Mapping[str, float]) -> None:
-        row = {"time_seconds": self._seconds, **figures}
-        self._metrics.write(step, row)
-        self.progress.update(step, row)
-
-    def _show_some(self, step: int, groups: Sequence[GroupResult]) -> None:
-        """The best and the worst conversation of the batch."""
-        episodes = sorted((episode for group in groups for episode in group.episodes), key=lambda each: each.reward)
-        for episode in {id(each): each for each in (episodes[0], episodes[-1])}.values():
-            self.progress.say(render_episode(episode, title=f"step {step}"))
-
-
-def _name(when: str, greedy: bool) -> str:
-    return f"{when}_greedy" if greedy else when
-
-
-def _remembered(path: Path) -> dict[str, Evaluation]:
-    if not path.exists():
-        return {}
-    return {name: Evaluation(**each) for name, each in json.loads(path.read_text(encoding="utf-8")).items()}
+    def step(self, tokens: float) -> float:
+        """A step of `tokens` tokens ends now; returns the rate."""
+        self._marks.append((self._clock(), self._marks[-1][1] + tokens))
+        (began, before), (now, total) = self._marks[0], self._marks[-1]
+        return (total - before) / max(now - began, 1e-9)

@@ -1,43 +1,54 @@
-"""Train an agent's model by reinforcement: `with PPOTrainer(config) as trainer: trainer.train(workflow=...)`."""
+"""Train an agent's model by reinforcement: `with PPOTrainer(config) as trainer: trainer.train(workflow=...)`.
 
-from types import TracebackType
-from typing import Any, Self
+`PPOTrainer` assembles the parts that the config names. `_PPORun` is the run; begin reading at its `_steps`, the training
+loop.
+"""
 
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from areal.api.messages import GroupResult
 from areal.config.experiment import PPOConfig
 from areal.dataset import TaskSource, get_custom_dataset, read_tasks
 from areal.engine.models import find_model
+from areal.rollout.admission import Admission
 from areal.rollout.loading import Workflow, WorkflowSpec, check
-from areal.trainer.display import Announcer
-from areal.trainer.run import GroupFilter, RunPlan, Tasks, TrainingRun, TrainResult
-from areal.trainer.run_directory import RunDirectory
+from areal.trainer import display
+from areal.trainer.fleet import Fleet
+from areal.trainer.journal import AFTER, BEFORE, DURING, Account, Journal, overlap, pause_figures, step_figures
+from areal.trainer.run import Interrupted, RunParts, Trainer, TrainingRun, TrainResult
+from areal.trainer.tasks import Settled, task_stream
+from areal.trainer.update import PolicyUpdate
+from areal.trajectory.tensors import tensors_of_group
+from areal.utils.threads import plan_threads
+
+Tasks = list[dict[str, Any]]
+GroupFilter = Callable[[dict[str, Any]], bool]
+"""Given a group's tensor dict, whether to train on it."""
 
 
-class PPOTrainer:
+class PPOTrainer(Trainer):
+    config: PPOConfig
+
     def __init__(
         self, config: PPOConfig, train_dataset: TaskSource | None = None, valid_dataset: TaskSource | None = None
     ) -> None:
-        """Datasets given here win over those that the config names. A built-in model is made now if it must be."""
-        self.config = config
-        self._tasks = read_tasks(train_dataset) if train_dataset is not None else self._configured("train")
-        self._valid = read_tasks(valid_dataset, "test") if valid_dataset is not None else self._configured("valid")
-        with Announcer() as report:
-            self._model = find_model(config.actor.path, report)
-        self._tokenizer = find_model(config.tokenizer_path) if config.tokenizer_path else self._model
-        self._directory: RunDirectory | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Let another process have the run's directory."""
-        if self._directory is not None:
-            self._directory.close()
-            self._directory = None
+        """Datasets given here win over those that the config names."""
+        if train_dataset is not None:
+            self._tasks = read_tasks(train_dataset)
+        else:
+            self._tasks = get_custom_dataset("train", dataset_config=config.train_dataset)
+        if valid_dataset is not None:
+            self._valid = read_tasks(valid_dataset, "test")
+        else:
+            named = config.valid_dataset.path
+            self._valid = get_custom_dataset("test", dataset_config=config.valid_dataset) if named else []
+        super().__init__(config, len(self._tasks))
 
     def train(
         self,
@@ -52,27 +63,159 @@ class PPOTrainer:
         eval_spec = WorkflowSpec(eval_workflow, eval_workflow_kwargs or {}) if eval_workflow is not None else train_spec
         check(train_spec)
         check(eval_spec)
-        self._directory = self._directory or RunDirectory.open(self.config)
-        plan = RunPlan(
-            config=self.config,
-            directory=self._directory,
-            model=self._model,
-            tokenizer=self._tokenizer,
-            tasks=self._tasks,
-            valid=self._valid,
-            total_steps=self._total_steps(),
-            workflow=train_spec,
-            eval_workflow=eval_spec,
-            keep=dynamic_filter_fn,
+        config = self.config
+        threads = plan_threads(config.rollout.max_head_offpolicyness, config.scheduler.threads)
+        torch.set_num_threads(threads.trainer)
+        with self._open_run(self._total_steps * config.actor.ppo_n_minibatches) as parts:
+            account, step = Account(**parts.state.get("account", {})), parts.state["step"]
+            update = self._policy_update(parts, account)
+            with Journal(parts.directory, parts.total_steps, step, account) as journal:
+                journal.progress.say(f"{display.hello(parts.directory.path, step)}\n{threads.reason}")
+                with journal.progress.spinner("starting the engine and the rollout workers"):
+                    fleet = Fleet(
+                        config,
+                        self._model,
+                        self._tokenizer_dir,
+                        train_spec,
+                        eval_spec,
+                        logs=parts.directory.logs,
+                        engine_threads=threads.engine,
+                    )
+                with fleet:
+                    plan = _Plan(config, self._tasks, self._valid, dynamic_filter_fn)
+                    return _PPORun(plan, parts, update, journal, fleet).execute()
+
+    def _policy_update(self, parts: RunParts, account: Account) -> PolicyUpdate:
+        config = self.config
+        reference = self._open_engine(find_model(config.ref.path)) if config.actor.kl_ctl > 0 else None
+        return PolicyUpdate(
+            parts.engine,
+            config.actor,
+            reference,
+            config.seed,
+            seen_difference=account.max_logprob_difference,
+            same_arithmetic=config.rollout.dtype == "float32",
         )
-        return TrainingRun(plan).execute()
 
-    def _configured(self, which: str) -> Tasks:
-        dataset = self.config.train_dataset if which == "train" else self.config.valid_dataset
-        if which == "valid" and not dataset.path:
-            return []
-        return get_custom_dataset("train" if which == "train" else "test", dataset_config=dataset)
 
-    def _total_steps(self) -> int:
-        by_epochs = self.config.total_train_epochs * len(self._tasks) // self.config.train_dataset.batch_size
-        return self.config.total_train_steps or max(1, by_epochs)
+@dataclass(frozen=True)
+class _Plan:
+    config: PPOConfig
+    tasks: Tasks
+    valid: Tasks
+    """Held-out tasks; empty = nothing is evaluated."""
+    filter: GroupFilter | None
+
+    def keep(self, group: GroupResult) -> bool:
+        return self.filter is None or self.filter(tensors_of_group(group))
+
+
+class _PPORun(TrainingRun):
+    def __init__(self, plan: _Plan, parts: RunParts, update: PolicyUpdate, journal: Journal, fleet: Fleet) -> None:
+        super().__init__(plan.config, parts, journal.progress)
+        self._plan = plan
+        self._config = plan.config
+        self._update = update
+        self._journal = journal
+        self._fleet = fleet
+        settled = parts.state.get("settled", {"below": 0, "beyond": []})
+        self._settled = Settled(settled["below"], set(settled["beyond"]))
+        self._training: list[tuple[float, float]] = []
+        """When the trainer was computing, as (start, end)."""
+        self._cpu_before: dict[str, float] = {}
+
+    def _train(self) -> None:
+        self._begin()
+        if self._step == 0:  # a resumed run is compared with what was measured before its first step
+            self._evaluate_both(BEFORE)
+        self._steps()
+        self._evaluate_both(AFTER)
+
+    def _steps(self) -> None:
+        """Take a batch, learn from it, give the engine the new weights, write down what happened."""
+        while self._step < self._total_steps:
+            began = time.monotonic()
+            groups = self._fleet.take(self._config.train_dataset.batch_size)
+            taken = time.monotonic()
+            version = self._engine.version
+            policy = self._update.step(groups)
+            self._training.append((taken, time.monotonic()))
+            self._settle(groups)
+            self._fleet.publish(self._engine.publish())
+            self._record(groups, {**step_figures(groups, version, policy), "wait_seconds": taken - began}, began)
+            if self._due(self._saver.freq_steps):
+                self._save()
+            if self._due(self._config.evaluator.freq_steps):
+                self._evaluate(DURING)
+            self._interruption.check()
+
+    def _begin(self) -> None:
+        """Start episodes."""
+        config, plan = self._config, self._plan
+        batch_size = config.train_dataset.batch_size
+        admission = Admission(
+            batch_size=batch_size,
+            max_staleness=config.rollout.max_head_offpolicyness,
+            max_running=max(1, config.rollout.max_concurrent_rollouts // config.gconfig.n_samples),
+            total_groups=self._total_steps * batch_size,
+            consumed=self._step * batch_size,
+        )
+        tasks = task_stream(plan.tasks, config.seed, self._settled, shuffle=config.train_dataset.shuffle)
+        self._journal.start_clock()
+        self._cpu_before = self._fleet.cpu_seconds()
+        self._fleet.begin(tasks, admission, plan.keep)
+        self._fleet.publish(self._engine.publish())
+
+    def _settle(self, groups: list[GroupResult]) -> None:
+        """The weights have changed: from here on a checkpoint must say so, whatever else goes wrong."""
+        self._step += 1
+        for task_id in (*(group.task_id for group in groups), *self._fleet.pop_rejected()):
+            self._settled.add(task_id)
+
+    def _record(self, groups: list[GroupResult], figures: dict[str, float], began: float) -> None:
+        counts = self._fleet.tally.counts
+        rejected = {f"rejected/{reason}": float(count) for reason, count in counts.items()}
+        seconds = {"step_seconds": time.monotonic() - began}
+        self._journal.step(self._step, groups, {**seconds, "rejected": float(counts.total()), **rejected, **figures})
+
+    def _evaluate_both(self, when: str) -> None:
+        """Sampled, and greedily if the config asks for it; not again if a resumed run has done so already."""
+        for greedy in (False, True) if self._config.evaluator.greedy else (False,):
+            if not self._journal.has_evaluation(when, greedy=greedy):
+                self._evaluate(when, greedy=greedy)
+
+    def _evaluate(self, when: str, *, greedy: bool = False) -> None:
+        if self._plan.valid:
+            results = self._fleet.evaluate(self._plan.valid, greedy=greedy)
+            self._journal.evaluation(self._step, when, results, greedy=greedy)
+
+    def _state(self) -> dict[str, Any]:
+        settled = {"below": self._settled.below, "beyond": sorted(self._settled.beyond)}
+        return {"settled": settled, "account": asdict(self._journal.account)}
+
+    def _on_interrupt(self) -> None:
+        self._fleet.call_soon(self._announce_stop)
+
+    def _announce_stop(self) -> None:
+        self._progress.say(display.STOPPING)
+        self._fleet.fail(Interrupted())
+
+    def _summary(self) -> dict[str, Any]:
+        generating = self._fleet.engine_activity()
+        return {
+            **self._journal.summary(),
+            "overlap": overlap(self._training, generating),
+            "generating_seconds": sum(end - start for start, end in generating),
+            "training_seconds": sum(end - start for start, end in self._training),
+            "weight_pause_seconds": pause_figures(self._fleet.engine_pauses()),
+            "cpu_seconds": {name: used - self._cpu_before[name] for name, used in self._fleet.cpu_seconds().items()},
+            "rejections": dict(self._fleet.tally.counts),
+            "stalls": self._fleet.stalls,
+        }
+
+    def _result_lines(self, summary: dict[str, Any]) -> list[str]:
+        return display.results(summary)
+
+    def _draw_curve(self) -> Path:
+        self._journal.draw()
+        return self._directory.curve

@@ -1,98 +1,29 @@
-"""Ctrl-C: the first one asks a run to end in order, the second ends it at once."""
+"""What every training run does around its steps: resume, save, stop in order on Ctrl-C, and leave a summary.
 
-# MERGED-DOC
-# What a run is made from, and what it leaves. Plain values; nothing happens here.
-# One training run from its first process to its last line. `_steps` is the loop; read it first.
+`Trainer` is the base of what a user constructs. It finds the model, takes the run's directory and opens the rest
+(`RunParts`). `TrainingRun` is one run on these parts; PPO and SFT each say what a step is (`ppo.py`, `sft.py`).
+"""
 
 import signal
 import threading
-import time
-from collections.abc import Callable
-from contextlib import closing
-from dataclasses import asdict, dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Any, Self
-
-import torch
+from types import FrameType
+from typing import Any
 
 from areal.api.errors import ArealError
-from areal.api.messages import GroupResult
-from areal.config.experiment import PPOConfig
+from areal.config.experiment import ExperimentConfig
 from areal.engine.models import find_model, open_trainable
 from areal.engine.training.engine import TrainingEngine
-from areal.rollout.admission import Admission
-from areal.rollout.loading import WorkflowSpec
 from areal.trainer import display
 from areal.trainer.checkpoint import load_checkpoint, save_checkpoint
-from areal.trainer.fleet import Fleet
-from areal.trainer.journal import AFTER, BEFORE, DURING, Account, Journal, overlap, pause_figures, step_figures
-from areal.trainer.run_directory import RunDirectory, told_in_one_line
-from areal.trainer.tasks import Settled, task_stream
-from areal.trainer.update import PolicyUpdate
-from areal.trajectory.tensors import tensors_of_group
+from areal.trainer.display import Announcer, Progress
+from areal.trainer.run_directory import RunDirectory, explained_storage_errors
+from areal.utils.closing import Closing
 from areal.utils.hf_utils import load_hf_tokenizer
-from areal.utils.threads import plan_threads
-
-
-class Interrupted(Exception):
-    """The user asked the run to end; everything is to be saved."""
-
-
-class Interruption:
-    """While entered, SIGINT only sets a flag and calls `tell`, which must be safe inside a signal handler."""
-
-    def __init__(self, tell: Callable[[], None] = lambda: None) -> None:
-        self._tell = tell
-        self._asked = False
-        # Python delivers signals to the main thread only, and only it may choose what they do.
-        self._works = threading.current_thread() is threading.main_thread()
-
-    def check(self) -> None:
-        """Raise `Interrupted` if Ctrl-C has come."""
-        if self._asked:
-            raise Interrupted
-
-    def __enter__(self) -> Self:
-        if self._works:
-            self._before = signal.signal(signal.SIGINT, self._on_signal)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._works:
-            signal.signal(signal.SIGINT, self._before)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._asked:
-            raise KeyboardInterrupt
-        self._asked = True
-        self._tell()
-
-
-Tasks = list[dict[str, Any]]
-GroupFilter = Callable[[dict[str, Any]], bool]
-"""Given a group's tensor dict, whether to train on it."""
-
-
-@dataclass(frozen=True)
-class RunPlan:
-    config: PPOConfig
-    directory: RunDirectory
-    model: Path
-    tokenizer: Path
-    tasks: Tasks
-    valid: Tasks
-    """Held-out tasks; empty = nothing is evaluated."""
-    total_steps: int
-    workflow: WorkflowSpec
-    eval_workflow: WorkflowSpec
-    keep: GroupFilter | None
-
-    @property
-    def total_groups(self) -> int:
-        return self.total_steps * self.config.train_dataset.batch_size
 
 
 @dataclass(frozen=True)
@@ -102,49 +33,74 @@ class TrainResult:
     summary: dict[str, Any]
 
 
-class TrainingRun:
-    def __init__(self, plan: RunPlan) -> None:
-        self._plan = plan
-        self._config = plan.config
-        self._threads = plan_threads(plan.config.rollout.max_head_offpolicyness, plan.config.scheduler.threads)
-        torch.set_num_threads(self._threads.trainer)
-        self._tokenizer = load_hf_tokenizer(plan.tokenizer)
-        self._engine = self._make_engine(plan.model)
-        self._step, self._settled, self._account = self._resume()
-        penalised = self._config.actor.kl_ctl > 0
-        reference = self._make_engine(find_model(self._config.ref.path), learns=False) if penalised else None
-        self._update = PolicyUpdate(
-            self._engine,
-            self._config.actor,
-            reference,
-            self._config.seed,
-            seen_difference=self._account.max_logprob_difference,
-            same_arithmetic=self._config.rollout.dtype == "float32",
+@dataclass(frozen=True)
+class RunParts:
+    """What a run of either kind works with."""
+
+    directory: RunDirectory
+    engine: TrainingEngine
+    """Where the newest checkpoint left off."""
+    tokenizer: Any
+    total_steps: int
+    state: dict[str, Any]
+    """What that checkpoint says besides; only `step`, 0, if there is none."""
+
+
+class Trainer(Closing):
+    config: ExperimentConfig
+
+    def __init__(self, config: ExperimentConfig, task_count: int) -> None:
+        """A built-in model is made now unless the cache has it."""
+        self.config = config
+        by_epochs = config.total_train_epochs * task_count // config.train_dataset.batch_size
+        self._total_steps = config.total_train_steps or max(1, by_epochs)
+        with Announcer() as report:
+            self._model = find_model(config.actor.path, report)
+        self._tokenizer_dir = find_model(config.tokenizer_path) if config.tokenizer_path else self._model
+        self._directory: RunDirectory | None = None
+
+    def close(self) -> None:
+        """Let another process have the run's directory."""
+        if self._directory is not None:
+            self._directory.close()
+            self._directory = None
+
+    @contextmanager
+    def _open_run(self, optimizer_steps: int) -> Iterator[RunParts]:
+        """Take the directory and load the newest checkpoint; `optimizer_steps` are those of the whole run."""
+        directory = self._directory = self._directory or RunDirectory.open(self.config)
+        engine = self._open_engine(self._model, optimizer_steps, self.config.actor.gradient_checkpointing)
+        with explained_storage_errors(directory.path), closing(engine):
+            checkpoints = directory.checkpoints()
+            state = load_checkpoint(checkpoints[-1], engine) if checkpoints else {"step": 0}
+            yield RunParts(directory, engine, load_hf_tokenizer(self._tokenizer_dir), self._total_steps, state)
+
+    def _open_engine(self, model: Path, optimizer_steps: int = 0, checkpointing: bool = False) -> TrainingEngine:
+        return TrainingEngine(
+            open_trainable(model, gradient_checkpointing=checkpointing),
+            self.config.actor.optimizer,
+            total_steps=optimizer_steps,
+            max_tokens_per_mb=self.config.actor.max_tokens_per_mb,
         )
-        self._training: list[tuple[float, float]] = []
+
+
+class TrainingRun(ABC):
+    def __init__(self, config: ExperimentConfig, parts: RunParts, progress: Progress) -> None:
+        self._saver = config.saver
+        self._directory = parts.directory
+        self._engine = parts.engine
+        self._tokenizer = parts.tokenizer
+        self._total_steps = parts.total_steps
+        self._progress = progress
+        self._step: int = parts.state["step"]
+        """Steps taken so far, in earlier sessions too."""
+        self._interruption = Interruption(self._on_interrupt)
 
     def execute(self) -> TrainResult:
-        """Train to the end; on Ctrl-C save and raise KeyboardInterrupt."""
-        plan = self._plan
-        with (
-            told_in_one_line(plan.directory.path),
-            closing(self._engine),
-            Journal(plan.directory, plan.total_steps, self._step, self._account) as self._journal,
-        ):
-            self._say = self._journal.progress.say
-            self._say(display.hello(plan.directory.path, self._step, self._threads))
-            with self._journal.progress.spinner("starting the engine and the rollout workers"):
-                self._fleet = self._make_fleet()
-            with closing(self._fleet):
-                return self._train()
-
-    def _train(self) -> TrainResult:
+        """Train to the last step; on Ctrl-C save and raise KeyboardInterrupt."""
         try:
-            with Interruption(lambda: self._fleet.soon(self._stop_soon)) as self._interruption:
-                self._begin()
-                self._evaluate_first()
-                self._steps()
-                self._evaluate_both(AFTER)
+            with self._interruption:
+                self._train()
         except Interrupted:
             self._stop()
             raise KeyboardInterrupt from None
@@ -154,138 +110,87 @@ class TrainingRun:
             raise
         return self._finish()
 
-    def _steps(self) -> None:
-        """Take a batch, learn from it, give the engine the new weights, write down what happened."""
-        while self._step < self._plan.total_steps:
-            began = time.monotonic()
-            groups = self._fleet.take(self._config.train_dataset.batch_size)
-            taken = time.monotonic()
-            version = self._engine.version
-            policy = self._update.step(groups)
-            self._training.append((taken, time.monotonic()))
-            self._settle(groups)
-            self._fleet.publish(self._engine.publish())
-            self._note(groups, {**step_figures(groups, version, policy), "wait_seconds": taken - began}, began)
-            if self._due(self._config.saver.freq_steps):
-                self._save()
-            if self._due(self._config.evaluator.freq_steps):
-                self._evaluate(DURING)
-            self._interruption.check()
+    @abstractmethod
+    def _train(self) -> None:
+        """Take all the steps that are left, counting each in `_step`, and check `_interruption` after each."""
 
-    def _begin(self) -> None:
-        """From here on episodes run."""
-        config, plan = self._config, self._plan
-        admission = Admission(
-            batch_size=config.train_dataset.batch_size,
-            max_staleness=config.rollout.max_head_offpolicyness,
-            max_running=max(1, config.rollout.max_concurrent_rollouts // config.gconfig.n_samples),
-            total_groups=plan.total_groups,
-            consumed=self._step * config.train_dataset.batch_size,
-        )
-        tasks = task_stream(plan.tasks, config.seed, self._settled, shuffle=config.train_dataset.shuffle)
-        self._journal.start_clock()
-        self._cpu_before = self._fleet.cpu_seconds()
-        self._fleet.begin(tasks, admission, self._keep)
-        self._fleet.publish(self._engine.publish())
+    @abstractmethod
+    def _summary(self) -> dict[str, Any]:
+        """What the run came to, for summary.json."""
 
-    def _keep(self, group: GroupResult) -> bool:
-        return self._plan.keep is None or self._plan.keep(tensors_of_group(group))
+    def _state(self) -> dict[str, Any]:
+        """What a checkpoint keeps besides the engine and the step."""
+        return {}
 
-    def _settle(self, groups: list[GroupResult]) -> None:
-        """The weights have changed: from here on a checkpoint must say so, whatever else goes wrong."""
-        self._step += 1
-        for task_id in (*(group.task_id for group in groups), *self._fleet.pop_rejected()):
-            self._settled.add(task_id)
+    def _result_lines(self, summary: dict[str, Any]) -> list[str]:
+        """What is said of the result at the end."""
+        return []
 
-    def _note(self, groups: list[GroupResult], figures: dict[str, float], began: float) -> None:
-        counts = self._fleet.tally.counts
-        rejected = {f"rejected/{reason}": float(count) for reason, count in counts.items()}
-        seconds = {"step_seconds": time.monotonic() - began}
-        self._journal.step(self._step, groups, {**seconds, "rejected": float(counts.total()), **rejected, **figures})
+    def _draw_curve(self) -> Path | None:
+        """Draw the reward curve, if the run has one; returns where it is."""
+        return None
 
-    def _evaluate_first(self) -> None:
-        """What the run is compared with; a resumed run remembers it, because its own start is no start."""
-        if self._step == 0:
-            self._evaluate_both(BEFORE)
+    def _on_interrupt(self) -> None:
+        """Called in the signal handler at the first Ctrl-C."""
 
-    def _evaluate_both(self, when: str) -> None:
-        for greedy in (False, True) if self._config.evaluator.greedy else (False,):
-            if not self._journal.remembers(when, greedy=greedy):
-                self._evaluate(when, greedy=greedy)
-
-    def _evaluate(self, when: str, *, greedy: bool = False) -> None:
-        if self._plan.valid:
-            results = self._fleet.evaluate(self._plan.valid, greedy=greedy)
-            self._journal.evaluation(self._step, when, results, greedy=greedy)
+    def _due(self, freq_steps: int | None) -> bool:
+        return freq_steps is not None and self._step % freq_steps == 0 and self._step < self._total_steps
 
     def _save(self) -> Path:
-        target = self._plan.directory.checkpoint(self._step)
-        settled = {"below": self._settled.below, "beyond": sorted(self._settled.beyond)}
-        state = {"step": self._step, "settled": settled, "account": asdict(self._journal.account)}
-        save_checkpoint(target, self._engine, self._tokenizer, state)
-        self._plan.directory.prune(self._config.saver.keep)
+        target = self._directory.checkpoint(self._step)
+        save_checkpoint(target, self._engine, self._tokenizer, {"step": self._step, **self._state()})
+        self._directory.prune(self._saver.keep)
         return target
-
-    def _resume(self) -> tuple[int, Settled, Account]:
-        """Where the newest checkpoint left off; the beginning, if there is none."""
-        checkpoints = self._plan.directory.checkpoints()
-        if not checkpoints:
-            return 0, Settled(), Account()
-        state = load_checkpoint(checkpoints[-1], self._engine)
-        settled = Settled(state["settled"]["below"], set(state["settled"]["beyond"]))
-        return state["step"], settled, Account(**state["account"])
-
-    def _stop_soon(self) -> None:
-        self._say(display.stopping())
-        self._fleet.fail(Interrupted())
 
     def _stop(self) -> None:
         """End before the last step, with everything saved."""
         if self._step:
             self._save()
-            self._journal.draw()
-        self._journal.progress.close()
-        self._say(display.stopped(self._plan.directory.path, self._step, self._plan.total_steps))
+            self._draw_curve()
+        self._progress.close()
+        self._progress.say(display.stopped(self._directory.path, self._step, self._total_steps))
 
     def _finish(self) -> TrainResult:
-        directory, generating = self._plan.directory, self._fleet.engine_activity()
-        summary = {
-            "steps": self._step,
-            **self._journal.summary(),
-            "overlap": overlap(self._training, generating),
-            "generating_seconds": sum(end - start for start, end in generating),
-            "training_seconds": sum(end - start for start, end in self._training),
-            "weight_pause_seconds": pause_figures(self._fleet.engine_pauses()),
-            "cpu_seconds": {name: used - self._cpu_before[name] for name, used in self._fleet.cpu_seconds().items()},
-            "rejections": dict(self._fleet.tally.counts),
-            "stalls": self._fleet.stalls,
-        }
-        model, curve = self._save(), self._journal.draw()
-        directory.finish(summary)
-        self._journal.progress.close()
-        self._say(display.closing(summary, directory.path, model, curve))
-        return TrainResult(directory.path, model, summary)
+        summary = {"steps": self._step, **self._summary()}
+        model, curve = self._save(), self._draw_curve()
+        self._directory.finish(summary)
+        self._progress.close()
+        places = display.places(self._directory.path, model, curve)
+        self._progress.say("\n".join([*self._result_lines(summary), *places]))
+        return TrainResult(self._directory.path, model, summary)
 
-    def _due(self, freq_steps: int | None) -> bool:
-        return freq_steps is not None and self._step % freq_steps == 0 and self._step < self._plan.total_steps
 
-    def _make_engine(self, model: Path, *, learns: bool = True) -> TrainingEngine:
-        forgets = learns and self._config.actor.gradient_checkpointing
-        return TrainingEngine(
-            open_trainable(model, gradient_checkpointing=forgets),
-            self._config.actor.optimizer,
-            total_steps=self._plan.total_steps * self._config.actor.ppo_n_minibatches,
-            max_tokens_per_mb=self._config.actor.max_tokens_per_mb,
-        )
+class Interrupted(Exception):
+    """The user asked the run to end, with everything saved."""
 
-    def _make_fleet(self) -> Fleet:
-        plan = self._plan
-        return Fleet(
-            self._config,
-            plan.model,
-            plan.tokenizer,
-            plan.workflow,
-            plan.eval_workflow,
-            logs=plan.directory.logs,
-            engine_threads=self._threads.engine,
-        )
+
+class Interruption:
+    """While entered, the first Ctrl-C asks the run to end in order, and a second one ends it at once."""
+
+    def __init__(self, notify: Callable[[], None] = lambda: None) -> None:
+        """`notify` is called at the first Ctrl-C; it must be safe inside a signal handler."""
+        self._notify = notify
+        self._asked = False
+        # Python delivers signals to the main thread only, and only that thread may choose what they do.
+        self._works = threading.current_thread() is threading.main_thread()
+        self._previous: Any = None
+
+    def check(self) -> None:
+        """Raise `Interrupted` if Ctrl-C was pressed."""
+        if self._asked:
+            raise Interrupted
+
+    def __enter__(self) -> "Interruption":
+        if self._works:
+            self._previous = signal.signal(signal.SIGINT, self._on_signal)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._works:
+            signal.signal(signal.SIGINT, self._previous)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._asked:
+            raise KeyboardInterrupt
+        self._asked = True
+        self._notify()

@@ -1,9 +1,9 @@
-"""The directory of one run: who may write to it, what is in it, and whether it is to be resumed.
+"""The directory of one run: which process may write to it, what is in it, and whether it may be resumed.
 
     RUN/config.yaml  metrics.jsonl  rollouts.jsonl  tensorboard/  logs/  checkpoints/step-000050/
         held_out.json  reward_curve.png  summary.json
 
-A run that has a summary is finished. Nothing in it is ever overwritten by another run.
+A run that has a summary is finished, and no other run ever overwrites anything in it.
 """
 
 import errno
@@ -22,21 +22,17 @@ import yaml
 from areal.api.errors import ArealError, RunExists
 from areal.config.experiment import ExperimentConfig
 from areal.config.loader import to_dict
-
-STORAGE_FAULTS = {
-    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST,
-    errno.EIO, errno.ENAMETOOLONG,
-}  # fmt: skip
+from areal.utils.closing import Closing
 
 
-class RunDirectory:
+class RunDirectory(Closing):
     def __init__(self, path: Path, lock: IO[str]) -> None:
         self.path = path
         self._lock = lock
 
     @classmethod
     def open(cls, config: ExperimentConfig) -> "RunDirectory":
-        """Take the run's directory, or refuse: it is finished, in use, or not to be resumed."""
+        """Make or take over the directory. Raises RunExists if its run is finished, in use, or must not be resumed."""
         trial = config.trial_name or time.strftime("%Y%m%d-%H%M%S") + f"-{os.getpid()}"
         path = Path(config.output_dir) / config.experiment_name / trial
         name = f"{config.experiment_name}/{trial}"
@@ -44,7 +40,7 @@ class RunDirectory:
             raise RunExists(f"the run {name} is finished and is not overwritten ({path}); choose another trial_name")
         if (path / "config.yaml").exists() and config.recover.mode == "off":
             raise RunExists(f"the run {name} exists ({path}); choose another trial_name, or set recover.mode=auto")
-        with told_in_one_line(path):
+        with explained_storage_errors(path):
             path.mkdir(parents=True, exist_ok=True)
             lock = _lock(path, name)
             write_atomically(path / "config.yaml", yaml.safe_dump(_without_secrets(config), sort_keys=False))
@@ -56,7 +52,7 @@ class RunDirectory:
 
     @property
     def held_out(self) -> Path:
-        """What was measured before the first step, for a verdict that a resumed run can still give."""
+        """What was measured before the first step, which a resumed run compares with too."""
         return self.path / "held_out.json"
 
     @property
@@ -78,6 +74,7 @@ class RunDirectory:
         write_atomically(self.path / "summary.json", json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
 
     def close(self) -> None:
+        """Let another process have the directory."""
         self._lock.close()
 
 
@@ -94,7 +91,7 @@ def _lock(path: Path, name: str) -> IO[str]:
 
 
 def _without_secrets(config: ExperimentConfig) -> dict[str, Any]:
-    """The settings as they may lie on a disk: a credential belongs to those who were given it."""
+    """The settings without credentials, which must not end up on a disk."""
     values = to_dict(config)
     if values.get("proxy", {}).get("admin_key"):
         values["proxy"]["admin_key"] = ""
@@ -107,12 +104,18 @@ def write_atomically(path: Path, text: str) -> None:
     os.replace(temporary, path)
 
 
+STORAGE_ERRORS = {
+    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST,
+    errno.EIO, errno.ENAMETOOLONG,
+}  # fmt: skip
+
+
 @contextmanager
-def told_in_one_line(path: Path) -> Iterator[None]:
-    """A directory that cannot be written to is the user's to mend, not a fault of the program."""
+def explained_storage_errors(path: Path) -> Iterator[None]:
+    """Turn an OSError about storage into one line for the user, who can free space or choose another directory."""
     try:
         yield
     except OSError as error:
-        if error.errno not in STORAGE_FAULTS:
+        if error.errno not in STORAGE_ERRORS:
             raise
-        raise ArealError(f"cannot write to {path}: {error.strerror}; make room there or set output_dir") from error
+        raise ArealError(f"cannot write to {path}: {error.strerror}; free some space or set output_dir") from error

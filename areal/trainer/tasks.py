@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass
 class Settled:
-    """Tasks that are done with (trained or rejected): all below `below`, and those in `beyond`."""
+    """Tasks that need not be run again (trained or rejected): all below `below`, and those in `beyond`."""
 
     below: int = 0
     beyond: set[int] = field(default_factory=set)
@@ -26,9 +26,9 @@ class Settled:
 def task_stream(
     tasks: Sequence[dict[str, Any]], seed: int, settled: Settled, *, shuffle: bool
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(number, task) for every task that is not settled yet, epoch after epoch, each in an order of its own."""
+    """(number, task) for every task that is not settled yet, epoch after epoch, each shuffled differently."""
     epoch = settled.below // len(tasks)
-    done = Settled(settled.below, set(settled.beyond))  # what is settled later was handed out here
+    done = Settled(settled.below, set(settled.beyond))  # a copy: what is settled later has already been yielded
     while True:
         order = list(range(len(tasks)))
         if shuffle:

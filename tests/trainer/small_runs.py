@@ -77,6 +77,20 @@ def make_batch(seed: int = 0, groups: int = 4) -> list[GroupResult]:
     return [make_group(number, draw.integers(0, 2, 4).tolist(), seed=seed) for number in range(groups)]
 
 
+def make_conversation(*messages: dict[str, Any], reward: float = 1.0) -> Episode:
+    """An episode of two rows with three trained tokens, two of version 3 and one of version 4."""
+    rows = [_versioned_row([-1, -1, 3, 3]), _versioned_row([-1, 4])]
+    return Episode(rows=rows, reward=reward, messages=list(messages), calls=2, seconds=0.3125, turns=[(0.1, 0.25, 3)])
+
+
+def _versioned_row(versions: list[int]) -> Row:
+    """-1 stands for a token of the prompt."""
+    array = np.array(versions, dtype=np.int32)
+    zeros = np.zeros(len(versions), dtype=np.float32)
+    index = np.where(array >= 0, 0, -1)
+    return Row(np.arange(len(versions)), array >= 0, zeros, array, zeros, index, zeros + 1, reward=1.0)
+
+
 def gradient_of(groups: Sequence[GroupResult], **settings: Any) -> torch.Tensor:
     """The gradient of one update with one minibatch."""
     engine = make_engine(gradient_clipping=0)

@@ -1,4 +1,4 @@
-"""A checkpoint is there whole or not at all, and a run that resumes from it goes on as if it had never stopped."""
+"""A checkpoint is complete or absent, and a run that resumes from it goes on as if it had never stopped."""
 
 import os
 from pathlib import Path
@@ -67,7 +67,7 @@ def test_killed_before_the_rename_leaves_the_older_checkpoint(tmp_path: Path, mo
     run.close()
 
 
-def test_disk_that_is_full_is_one_line_and_leaves_nothing_half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_is_one_line_and_leaves_nothing_partial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: object) -> None:
         raise RuntimeError("PytorchStreamWriter failed writing file data/0\nand more")
 

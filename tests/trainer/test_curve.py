@@ -1,3 +1,5 @@
+"""The reward curve is drawn from whatever rows a run has."""
+
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ FULL = [
     ],
     ids=["empty", "evaluation only", "gaps and negative rewards", "whole run"],
 )
-def test_any_rows_make_a_picture(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
+def test_any_rows_can_be_drawn(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
     draw_reward_curve(rows, tmp_path / "curve.png")
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
 

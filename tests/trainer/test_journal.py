@@ -1,11 +1,26 @@
-"""A resumed run's journal goes on: counts, seconds, rows, and what was measured before the first step."""
+"""A run's record: what a resumed run continues, the verdict on held-out tasks, overlap, and tokens per second."""
 
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from small_runs import make_batch, make_directory, make_group
 
-from areal.trainer.journal import AFTER, BEFORE, Account, Journal, step_figures
+from areal.api.errors import RejectReason
+from areal.api.messages import GroupResult, Rejection
+from areal.trainer.journal import (
+    AFTER,
+    BEFORE,
+    RATE_STEPS,
+    Account,
+    Evaluation,
+    Journal,
+    TokenRate,
+    overlap,
+    step_figures,
+    verdict,
+)
 from areal.trainer.logs import read_lines, read_metrics
 
 SUCCESS = [make_group(number, [reward]) for number, reward in enumerate([1, 1, 1, 0])]
@@ -28,8 +43,8 @@ def test_resumed_journal_drops_what_was_never_saved_and_goes_on(tmp_path: Path) 
     with Journal(run, 6, 3, saved) as journal:
         assert journal.account.calls == saved.calls == 3 * 16 + 4
         assert journal.account.seconds >= saved.seconds
-        assert journal.remembers(BEFORE, greedy=False)
-        assert not journal.remembers(BEFORE, greedy=True)
+        assert journal.has_evaluation(BEFORE, greedy=False)
+        assert not journal.has_evaluation(BEFORE, greedy=True)
         take_steps(journal, range(4, 7))
         journal.evaluation(6, AFTER, SUCCESS, greedy=False)
         summary = journal.summary()
@@ -40,7 +55,8 @@ def test_resumed_journal_drops_what_was_never_saved_and_goes_on(tmp_path: Path) 
     assert summary["calls"] == 6 * 16 + 8
     assert summary["max_logprob_difference"] == pytest.approx(0.006)
     assert summary["verdict"].startswith("held-out success 0.25 → 0.75 in ")
-    assert journal.draw().exists()
+    journal.draw()
+    assert run.curve.exists()
     run.close()
 
 
@@ -51,8 +67,8 @@ def test_run_killed_before_its_first_checkpoint_keeps_its_first_evaluation(tmp_p
         journal.evaluation(0, BEFORE, SUCCESS, greedy=True)
         take_steps(journal, range(1, 3))
     with Journal(run, 6, 0, Account()) as journal:
-        assert journal.remembers(BEFORE, greedy=False)
-        assert journal.remembers(BEFORE, greedy=True)
+        assert journal.has_evaluation(BEFORE, greedy=False)
+        assert journal.has_evaluation(BEFORE, greedy=True)
     rows = read_metrics(run.path)
     assert [row["step"] for row in rows] == [0, 0]
     assert [row.get("eval_reward") or row.get("eval_greedy_reward") for row in rows] == [0.25, 0.75]
@@ -67,3 +83,70 @@ def test_seconds_of_earlier_sessions_count(tmp_path: Path) -> None:
     assert 100 <= summary["seconds"] < 130
     assert "verdict" not in summary
     run.close()
+
+
+Spans = list[tuple[float, float]]
+
+
+def evaluation(*rewards: float, rejected: int = 0) -> Evaluation:
+    results = [make_group(number, [reward]) for number, reward in enumerate(rewards)]
+    lost = [GroupResult(-1, [], [Rejection(RejectReason.TIMEOUT, "slow")], {}) for _ in range(rejected)]
+    return Evaluation.of([*results, *lost])
+
+
+def test_verdict_is_one_line_with_both_rates_and_the_time() -> None:
+    line = verdict(evaluation(0, 1, 0, 0), evaluation(1, 1, 1, 0), 57.6)
+    assert line == "held-out success 0.25 → 0.75 in 58 s"
+
+
+def test_rewards_that_are_no_yes_or_no_are_not_called_success() -> None:
+    assert verdict(evaluation(0, 1), evaluation(0.5, 1), 1.0) == "held-out reward 0.50 → 0.75 in 1 s"
+
+
+def test_verdict_says_how_many_episodes_are_missing() -> None:
+    after = evaluation(1, 1, rejected=2)
+    assert (after.tasks, after.rejected, after.reward) == (4, 2, 1.0)
+    assert verdict(evaluation(0, 0), after, 3.0) == "held-out success 0.00 → 1.00 in 3 s (2 of 4 episodes rejected)"
+
+
+def test_nothing_accepted_is_no_success() -> None:
+    assert evaluation(rejected=3).reward == 0.0
+
+
+def disjoint(edges: list[int]) -> Spans:
+    ordered = sorted(set(edges))
+    return [(float(a), float(b)) for a, b in zip(ordered[::2], ordered[1::2], strict=False)]
+
+
+@given(st.lists(st.integers(0, 40)), st.lists(st.integers(0, 40)))
+def test_overlap_is_what_counting_every_instant_says(training_edges: list[int], producing_edges: list[int]) -> None:
+    training, producing = disjoint(training_edges), disjoint(producing_edges)
+
+    def inside(spans: Spans, instant: float) -> bool:
+        return any(start <= instant < end for start, end in spans)
+
+    instants = [each + 0.5 for each in range(41)]
+    trained = [each for each in instants if inside(training, each)]
+    both = [each for each in trained if inside(producing, each)]
+    assert overlap(training, producing) == pytest.approx(len(both) / len(trained) if trained else 0.0)
+
+
+def test_a_burst_and_a_pause_average_out_over_the_window() -> None:
+    now = [0.0]
+    rate_meter = TokenRate(lambda: now[0])
+    rates = []
+    for step in range(40):
+        now[0] += 0.1 if step % 2 else 1.9
+        rates.append(rate_meter.step(100))
+    assert rates[0] == 100 / 1.9
+    assert all(abs(rate - 100) < 1e-6 for rate in rates[RATE_STEPS - 1 :: 2])
+    assert max(rates) < 115
+
+
+def test_old_steps_are_forgotten() -> None:
+    now = [0.0]
+    rate_meter = TokenRate(lambda: now[0])
+    for tokens in [1000] * 5 + [10] * RATE_STEPS:
+        now[0] += 1
+        rate = rate_meter.step(tokens)
+    assert rate == 10

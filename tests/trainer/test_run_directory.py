@@ -1,4 +1,4 @@
-"""A run's directory belongs to one process, is resumed or refused, and never overwritten."""
+"""A run's directory belongs to one process, is resumed or refused, and is never overwritten."""
 
 import errno
 import json
@@ -14,7 +14,7 @@ from areal.api.errors import ArealError, RunExists
 from areal.config.experiment import PPOConfig
 from areal.config.loader import build
 from areal.config.training import RecoverConfig
-from areal.trainer.run_directory import RunDirectory, told_in_one_line
+from areal.trainer.run_directory import RunDirectory, explained_storage_errors
 
 
 def test_config_that_is_written_reads_back_the_same(tmp_path: Path) -> None:
@@ -32,7 +32,7 @@ def test_runs_without_a_name_get_one_each(tmp_path: Path) -> None:
     run.close()
 
 
-def test_unfinished_run_is_taken_up_again(tmp_path: Path) -> None:
+def test_unfinished_run_is_resumed(tmp_path: Path) -> None:
     make_directory(tmp_path).close()
     make_directory(tmp_path, recover=RecoverConfig(mode="auto")).close()
 
@@ -74,15 +74,15 @@ def test_run_in_use_is_refused_until_its_process_lets_go(tmp_path: Path) -> None
     make_directory(tmp_path).close()
 
 
-def test_directory_that_cannot_be_made_is_told_in_one_line(tmp_path: Path) -> None:
+def test_directory_that_cannot_be_made_is_reported_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ArealError, match=r"^cannot write to .*file/test/one: Not a directory; .*set output_dir$"):
         make_directory(tmp_path / "file")
 
 
-def test_full_disk_is_told_in_one_line_and_other_faults_keep_their_type(tmp_path: Path) -> None:
-    full = r"^cannot write to .*: No space left on device; make room"
-    with pytest.raises(ArealError, match=full), told_in_one_line(tmp_path):
+def test_full_disk_is_reported_in_one_line_and_other_errors_keep_their_type(tmp_path: Path) -> None:
+    full = r"^cannot write to .*: No space left on device; free some space"
+    with pytest.raises(ArealError, match=full), explained_storage_errors(tmp_path):
         raise OSError(errno.ENOSPC, "No space left on device")
-    with pytest.raises(ConnectionResetError), told_in_one_line(tmp_path):
+    with pytest.raises(ConnectionResetError), explained_storage_errors(tmp_path):
         raise ConnectionResetError(errno.ECONNRESET, "reset")

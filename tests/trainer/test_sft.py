@@ -1,4 +1,4 @@
-"""Supervised training through its public door, on the built-in model."""
+"""Supervised training through its public class, on the built-in model."""
 
 from pathlib import Path
 from typing import Any

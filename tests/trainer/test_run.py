@@ -1,3 +1,5 @@
+"""Ctrl-C: the first one asks a run to end in order, the second ends it at once."""
+
 import os
 import signal
 import threading
@@ -7,12 +9,12 @@ import pytest
 from areal.trainer.run import Interrupted, Interruption
 
 
-def test_first_ctrl_c_is_told_and_raised_where_it_is_asked_for() -> None:
-    told: list[bool] = []
-    with Interruption(lambda: told.append(True)) as interruption:
+def test_first_ctrl_c_notifies_and_is_raised_by_the_next_check() -> None:
+    notified: list[bool] = []
+    with Interruption(lambda: notified.append(True)) as interruption:
         interruption.check()
         os.kill(os.getpid(), signal.SIGINT)
-        assert told == [True]
+        assert notified == [True]
         with pytest.raises(Interrupted):
             interruption.check()
 

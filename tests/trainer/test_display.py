@@ -1,11 +1,18 @@
+"""What a person sees of a run: the bar or a few plain lines, conversations, and notices at its start and its end."""
+
 import io
 import logging
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
+from small_runs import make_conversation
 
-from areal.trainer.display import PLAIN_LINES, Announcer, Progress, duration
+from areal.api.messages import Episode
+from areal.trainer import display
+from areal.trainer.display import PLAIN_LINES, Announcer, Progress, duration, render_episode
 
 ROW = {"reward": 0.5, "eval_reward": 0.25, "tokens_per_second": 8123.4, "staleness": 1.25, "rejected": 3, "loss": 0.1}
 
@@ -152,3 +159,110 @@ def test_announcer_that_is_never_called_says_nothing() -> None:
     with Announcer(Console(file=out)):
         pass
     assert out.getvalue() == ""
+
+
+def shown(episode: Episode, title: str = "") -> str:
+    out = io.StringIO()
+    Console(file=out, width=80).print(render_episode(episode, title))
+    return out.getvalue()
+
+
+def test_conversation_shows_roles_contents_rewards_and_a_summary() -> None:
+    text = shown(
+        make_conversation(
+            {"role": "user", "content": "What is 2 + 2?"},
+            {"role": "assistant", "content": "4", "reward": 0.5},
+        ),
+        title="step 3",
+    )
+    assert "step 3" in text
+    assert "What is 2 + 2?" in text
+    assert "assistant  reward 0.5" in text
+    assert "reward 1 · 2 calls · 3 tokens · weights 3–4 · 0.31 s" in text
+
+
+def test_tool_calls_are_shown_as_calls() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    parsed = {"type": "function", "function": {"name": "add", "arguments": {"b": 2}}}
+    text = shown(make_conversation({"role": "assistant", "content": None, "tool_calls": [call, parsed]}))
+    assert '→ add({"a": 1})' in text
+    assert '→ add({"b":2})' in text
+
+
+def test_long_content_is_clipped_and_says_how_much_is_missing() -> None:
+    text = shown(make_conversation({"role": "user", "content": "x" * 1000}, {"role": "user", "content": "a\n" * 50}))
+    assert "(400 more characters)" in text
+    assert "(76 more characters)" in text
+
+
+def test_model_output_is_shown_and_never_obeyed() -> None:
+    text = shown(make_conversation({"role": "assistant", "content": "[red]hi[/red]\x1b[2J\r"}))
+    assert "[red]hi[/red]�[2J�" in text
+    assert "\x1b" not in text
+
+
+def test_parts_without_text_are_named_by_their_type() -> None:
+    parts = [{"type": "text", "text": "look:"}, {"type": "image_url", "image_url": {"url": "data:..."}}]
+    text = shown(make_conversation({"role": "user", "content": parts}))
+    assert "look:" in text
+    assert "[image_url]" in text
+
+
+def test_episode_without_messages_is_shown_too() -> None:
+    assert "no messages were recorded" in shown(Episode(rows=[], reward=0.0))
+
+
+def test_number_beyond_64_bits_in_a_call_is_shown() -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 10**30}}}
+    text = shown(make_conversation({"role": "assistant", "content": "", "tool_calls": [call]}))
+    assert f'→ add({{"a":{10**30}}})' in text
+
+
+SUMMARY: dict[str, Any] = {
+    "calls": 12345,
+    "calls_per_second": 321.4,
+    "overlap": 0.712,
+    "cpu_seconds": {"driver": 30.2, "rollout worker 0": 11.0},
+    "weight_pause_seconds": {"median": 0.0031, "max": 0.0124},
+    "max_logprob_difference": 7.6e-06,
+    "held_out": {"before_greedy": {"reward": 0.61, "tasks": 512}, "after_greedy": {"reward": 0.97, "tasks": 512}},
+    "verdict": "held-out success 0.41 → 0.93 in 58 s",
+}
+
+
+def test_closing_lines_say_how_well_it_went_and_where_everything_is() -> None:
+    assert display.results(SUMMARY) == [
+        "12,345 model calls, 321 per second · engine busy during 71% of training",
+        "processor time · driver: 30 s · rollout worker 0: 11 s",
+        "new weights held generation up for 3 ms (median), 12 ms at most",
+        "engine and trainer log-probs differ by at most 8e-06",
+        "greedy 0.61 → 0.97 on 512 held-out tasks",
+        "held-out success 0.41 → 0.93 in 58 s",
+    ]
+    assert display.places(Path("runs/a"), Path("runs/a/m"), Path("runs/a/c.png")) == [
+        "curve       runs/a/c.png",
+        "run         runs/a",
+        "model       runs/a/m",
+        "talk to it  areal chat runs/a/m",
+    ]
+
+
+def test_run_without_held_out_tasks_has_no_verdict() -> None:
+    bare = {key: value for key, value in SUMMARY.items() if key != "verdict"} | {"held_out": {}}
+    text = "\n".join(display.results(bare))
+    assert "held-out" not in text
+    assert "greedy" not in text
+
+
+def test_stopped_run_says_how_to_go_on() -> None:
+    text = display.stopped(Path("runs/sort/blue"), 7, 20)
+    assert text.splitlines() == [
+        "stopped after step 7 of 20; everything is saved in runs/sort/blue",
+        "to go on, give the same command with trial_name=blue",
+    ]
+    assert "before the first step" in display.stopped(Path("runs/sort/blue"), 0, 20)
+
+
+def test_resumed_run_says_where_it_resumes() -> None:
+    assert display.hello(Path("runs/a"), 7) == "run directory runs/a (resuming after step 7)"
+    assert display.hello(Path("runs/a"), 0) == "run directory runs/a"

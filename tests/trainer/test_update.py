@@ -1,0 +1,260 @@
+"""One update: how groups become weighted tokens, and against which log-probs and under which loss they are trained."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from small_runs import byte_tokenizer, gradient_of, make_batch, make_engine, make_group
+
+from areal.api.io_struct import ModelResponse
+from areal.api.messages import Episode, GroupResult
+from areal.config.training import ActorConfig
+from areal.engine.training.engine import TokenBatch, TrainingEngine
+from areal.trainer.update import PolicyUpdate, minibatches, rows_of_groups, token_batch, without_zero_advantages
+from areal.trajectory import Renderer, Tree, assign_reward, export
+from areal.trajectory.answer import read_answer
+
+
+def whole(groups: list[GroupResult], **settings: object) -> TokenBatch:
+    return token_batch(rows_of_groups(groups), ActorConfig(**settings))  # type: ignore[arg-type]
+
+
+def first_advantages(batch: TokenBatch) -> list[float]:
+    """One for each sequence."""
+    counts = [len(span.asked) for span in batch.spans]
+    return [float(part[0]) for part in batch.fields["advantages"].split(counts)]
+
+
+def test_advantage_is_the_return_minus_the_mean_of_its_group() -> None:
+    batch = whole([make_group(7, [1, 0, 0, 0]), make_group(7, [1, 1]), make_group(3, [5, 7, 9])])
+    assert first_advantages(batch) == pytest.approx([0.75, -0.25, -0.25, -0.25, 0, 0, -2, 0, 2])
+
+
+def test_every_token_of_a_completion_has_its_advantage_and_temperature() -> None:
+    group = make_group(0, [1, 0])
+    group.episodes[1].rows[0].temperatures[:] = 0.5
+    batch = whole([group])
+    count = len(batch.spans[0].asked)
+    assert set(batch.fields["advantages"][:count].tolist()) == {0.5}
+    assert set(batch.fields["advantages"][count:].tolist()) == {-0.5}
+    assert set(batch.temperatures[count:].tolist()) == {0.5}
+
+
+@pytest.mark.parametrize("loss_norm", ["token", "completion"])
+@pytest.mark.parametrize("count", [1, 2, 3, 9])
+def test_minibatches_partition_the_batch_by_whole_groups_and_each_weighs_one(count: int, loss_norm: str) -> None:
+    groups = make_batch(groups=5)
+    batch = whole(groups, loss_norm=loss_norm)
+    parts = minibatches(batch, count, "seed")
+    assert len(parts) == min(count, 5)
+    homes = [{span.group for span in part.spans} for part in parts]
+    assert sorted(group for home in homes for group in home) == [0, 1, 2, 3, 4]
+    taken = sorted(id(span.ids) for part in parts for span in part.spans)
+    assert taken == sorted(id(span.ids) for span in batch.spans)
+    for part in parts:
+        assert float(part.fields["weights"].sum()) == pytest.approx(1)
+        assert len(part.fields["logprobs"]) == sum(len(span.asked) for span in part.spans)
+
+
+def test_minibatches_differ_between_seeds_and_are_the_same_for_one() -> None:
+    batch = whole(make_batch(groups=8))
+
+    def homes(seed: str) -> list[set[int]]:
+        return [{span.group for span in part.spans} for part in minibatches(batch, 2, seed)]
+
+    assert homes("1-0") == homes("1-0")
+    assert len({str(homes(f"1-{version}")) for version in range(8)}) > 1
+
+
+@pytest.mark.parametrize("adv_norm", ["none", "group", "batch"])
+def test_advantages_are_those_of_the_whole_batch_in_every_minibatch(adv_norm: str) -> None:
+    batch = whole(make_batch(groups=6), adv_norm=adv_norm)
+    for part in minibatches(batch, 3, "seed"):
+        known = dict(zip((id(span.ids) for span in batch.spans), first_advantages(batch), strict=True))
+        assert [known[id(span.ids)] for span in part.spans] == first_advantages(part)
+
+
+def test_groups_without_a_difference_are_left_out_and_the_gradient_stays() -> None:
+    useful, useless = make_group(0, [1, 0, 0]), make_group(1, [1, 1, 1])
+    assert [span.group for span in without_zero_advantages(whole([useful, useless])).spans] == [0, 0, 0]
+    # A tiny advantage keeps the useless group in; what it adds is as tiny.
+    nearly = make_group(1, [1, 1, 1 + 1e-9])
+    nearly.episodes[2].rows[0].returns *= 1 + 1e-6
+    torch.testing.assert_close(gradient_of([useful, useless]), gradient_of([useful, nearly]), atol=1e-6, rtol=0)
+
+
+def branching_tree() -> Tree:
+    """Two tries, the second with two answers: three turns on two paths."""
+    tokenizer = byte_tokenizer()
+    tree = Tree(Renderer(tokenizer))
+
+    def say(messages: list[dict[str, str]], answer: str) -> None:
+        prompt = tree.prompt(messages)
+        output = [*tree.renderer.encode(answer), tokenizer.eos_token_id]
+        count = len(tree.completions)
+        response = ModelResponse(prompt.ids, output, [-5.0 - count / 7] * len(output), [0] * len(output), "stop")
+        read = read_answer(tree.renderer, response, completion_id="", stop_ids=[tokenizer.eos_token_id])
+        tree.add(prompt, response, read, completion_id=f"id-{count}", temperature=1.0)
+
+    ask = [{"role": "user", "content": "Sort 21"}]
+    again = [*ask, {"role": "assistant", "content": "21"}, {"role": "user", "content": "Wrong"}]
+    say(ask, "21")
+    say(again, "12")
+    say(again, "11 or so")
+    assign_reward(tree, {"id-1": 1.0, "id-2": -0.5}, "agent")
+    return tree
+
+
+def group_of(tree: Tree, style: str) -> GroupResult:
+    rows = export(tree, style, turn_discount=0.9)  # type: ignore[arg-type]
+    other = make_group(0, [0.0, 1.0]).episodes
+    return GroupResult(0, [Episode(rows, tree.reward), *other], [], {})
+
+
+@pytest.mark.parametrize("loss_norm", ["token", "completion"])
+@pytest.mark.parametrize("adv_norm", ["none", "group", "batch"])
+def test_individual_and_concat_rows_of_a_tree_give_one_gradient(loss_norm: str, adv_norm: str) -> None:
+    tree = branching_tree()
+    individual, concat = group_of(tree, "individual"), group_of(tree, "concat")
+    assert (len(individual.episodes[0].rows), len(concat.episodes[0].rows)) == (3, 2)
+    settings = {"loss_norm": loss_norm, "adv_norm": adv_norm}
+    torch.testing.assert_close(
+        gradient_of([individual], **settings), gradient_of([concat], **settings), atol=1e-6, rtol=0
+    )
+
+
+def test_the_order_of_groups_and_episodes_does_not_matter() -> None:
+    groups = make_batch(groups=3)
+    turned = [replace(group, episodes=group.episodes[::-1]) for group in groups[::-1]]
+    torch.testing.assert_close(gradient_of(groups), gradient_of(turned), atol=1e-6, rtol=0)
+
+
+def test_rows_are_numbered_by_completion_through_the_batch() -> None:
+    tree = branching_tree()
+    rows = rows_of_groups([group_of(tree, "concat"), make_group(1, [1.0])])
+    numbers = [np.unique(each.row.completion_index[each.row.loss_mask] + each.first_completion) for each in rows]
+    assert sorted(np.concatenate(numbers).tolist()) == [0, 1, 2, 3, 4, 5]
+
+
+def update(groups: list[GroupResult], engine: TrainingEngine, **settings: object) -> dict[str, float]:
+    return PolicyUpdate(engine, ActorConfig(**settings), None, seed=1).step(groups)  # type: ignore[arg-type]
+
+
+def on_policy(groups: list[GroupResult]) -> list[GroupResult]:
+    """The same tokens, with the log-probs that the untrained engine gives them."""
+    batch = token_batch(rows_of_groups(groups), ActorConfig())
+    parts = make_engine().logprobs(batch).split([len(span.asked) for span in batch.spans])
+    for each, values in zip(rows_of_groups(groups), parts, strict=True):
+        each.row.logprobs[each.row.loss_mask] = values.numpy()
+    return groups
+
+
+def test_rewarded_tokens_become_likelier_and_the_version_goes_up() -> None:
+    engine, groups = make_engine(), make_batch()
+    batch = token_batch(rows_of_groups(groups), ActorConfig())
+    advantages = batch.fields["advantages"]
+    before = engine.logprobs(batch)
+    figures = update(groups, engine)
+    assert float(((engine.logprobs(batch) - before) * advantages).sum()) > 0
+    assert engine.version == 1
+    assert figures["trained_tokens"] == int((advantages != 0).sum())
+
+
+def test_rows_without_reported_logprobs_are_trained_as_if_sampled_just_now() -> None:
+    reported = on_policy([make_group(0, [1, 0, 0]), make_group(1, [0, 1, 1])])
+    unreported = [make_group(0, [1, 0, 0], reported=False), make_group(1, [0, 1, 1], reported=False)]
+    torch.testing.assert_close(gradient_of(unreported), gradient_of(reported), atol=1e-6, rtol=0)
+
+
+def test_only_the_rows_that_lack_logprobs_are_recomputed() -> None:
+    mixed = [make_group(0, [1, 0, 0]), make_group(1, [0, 1, 1], reported=False)]
+    expected = [make_group(0, [1, 0, 0]), *on_policy([make_group(1, [0, 1, 1])])]
+    torch.testing.assert_close(gradient_of(mixed), gradient_of(expected), atol=1e-6, rtol=0)
+
+
+def test_recompute_logprob_puts_the_trainers_in_place_of_the_samplers() -> None:
+    off_policy = make_batch()
+    torch.testing.assert_close(
+        gradient_of(off_policy, recompute_logprob=True), gradient_of(on_policy(make_batch())), atol=1e-6, rtol=0
+    )
+
+
+def test_decoupled_loss_of_samples_from_the_present_policy_is_the_plain_one() -> None:
+    groups = on_policy(make_batch())
+    torch.testing.assert_close(gradient_of(groups, use_decoupled_loss=True), gradient_of(groups), atol=1e-6, rtol=0)
+
+
+def test_decoupled_loss_weighs_by_the_behaviour_ratio_and_drops_what_exceeds_the_cap() -> None:
+    def shifted(by: float) -> list[GroupResult]:
+        groups = on_policy(make_batch())
+        for each in rows_of_groups(groups):
+            each.row.logprobs[each.row.loss_mask] -= np.float32(by)
+        return groups
+
+    plain = gradient_of(shifted(0), use_decoupled_loss=True)
+    twice = gradient_of(shifted(np.log(2)), use_decoupled_loss=True)
+    torch.testing.assert_close(twice, 2 * plain, atol=1e-5, rtol=0)
+    assert float(gradient_of(shifted(np.log(2)), use_decoupled_loss=True, behave_imp_weight_cap=1.9).norm()) == 0
+
+
+def test_kl_is_nothing_against_itself_and_pulls_back_towards_another_model() -> None:
+    settings = ActorConfig(kl_ctl=1.0)
+    useless = [make_group(0, [1, 1, 1])]  # no advantage: only the penalty moves anything
+    itself = PolicyUpdate(make_engine(gradient_clipping=0), settings, make_engine(), seed=1).step(useless)
+    assert itself["kl"] == pytest.approx(0, abs=1e-6)
+    assert itself["grad_norm"] == pytest.approx(0, abs=1e-5)
+    engine = make_engine(gradient_clipping=0, warmup_steps=0, lr=1e-3)
+    away = PolicyUpdate(engine, settings, make_engine(seed=2), seed=1)
+    penalties = [away.step(useless)["kl"] for _ in range(5)]
+    assert penalties[0] > 0.1
+    assert penalties == sorted(penalties, reverse=True)
+
+
+def test_the_difference_to_the_sampler_is_reported_for_tokens_of_the_present_version_only() -> None:
+    groups = on_policy(make_batch())
+    rows = [each.row for each in rows_of_groups(groups)]
+    rows[0].logprobs[rows[0].loss_mask] += np.float32(0.125)
+    assert update(groups, make_engine())["max_logprob_difference"] == pytest.approx(0.125, abs=1e-4)
+    rows[0].versions[rows[0].loss_mask] = -5
+    assert update(groups, make_engine())["max_logprob_difference"] < 1e-4
+
+
+def test_auto_trusts_the_sampler_until_its_numbers_are_seen_to_differ() -> None:
+    def recomputed(shift: float) -> torch.Tensor:
+        """The gradient of the second step, whose samples are off-policy, after a first one that differs by `shift`."""
+        engine = make_engine(gradient_clipping=0, lr=1e-9)
+        auto = PolicyUpdate(engine, ActorConfig(recompute_logprob="auto"), None, seed=1)
+        first = on_policy(make_batch())
+        for each in rows_of_groups(first):
+            each.row.logprobs[each.row.loss_mask] += np.float32(shift)
+        assert auto.step(first)["mean_logprob_difference"] == pytest.approx(shift, abs=1e-5)
+        auto.step(make_batch())
+        return engine.flat_grad.clone()
+
+    trusted, distrusted = recomputed(0.0), recomputed(0.01)
+    torch.testing.assert_close(trusted, gradient_of(make_batch()), atol=1e-4, rtol=0)
+    torch.testing.assert_close(distrusted, gradient_of(on_policy(make_batch())), atol=1e-4, rtol=0)
+    assert not torch.allclose(trusted, distrusted, atol=1e-3)
+
+
+def test_a_resumed_run_remembers_what_it_saw_of_the_sampler() -> None:
+    engine = make_engine(gradient_clipping=0)
+    PolicyUpdate(engine, ActorConfig(), None, seed=1, seen_difference=0.01).step(make_batch())
+    torch.testing.assert_close(engine.flat_grad, gradient_of(on_policy(make_batch())), atol=1e-6, rtol=0)
+
+
+def test_a_later_minibatch_sees_changed_weights_and_is_not_compared() -> None:
+    groups = on_policy(make_batch(groups=8))
+    figures = update(groups, make_engine(warmup_steps=0, lr=0.1), ppo_n_minibatches=4)
+    assert figures["max_logprob_difference"] < 1e-4
+    assert figures["trained_tokens"] <= sum(int(each.row.loss_mask.sum()) for each in rows_of_groups(groups))
+
+
+def test_a_batch_that_teaches_nothing_leaves_the_weights_alone() -> None:
+    engine = make_engine()
+    before = engine.flat.clone()
+    figures = update([make_group(0, [1, 1]), make_group(1, [0, 0])], engine, ppo_n_minibatches=2)
+    assert torch.equal(engine.flat, before)
+    assert engine.version == 1
+    assert figures["loss"] == 0
