@@ -1,8 +1,9 @@
-# The same few verbs on a laptop and in CI. Each does all of its own set-up; PYTHON chooses the interpreter.
+# The same few commands on a laptop and in CI. Each does all of its own set-up; PYTHON chooses the interpreter.
 #
 #   make demo [ARGS="seed=2"]   train the built-in model with an unmodified agent and show the result
-#   make test [ARGS="-k name"]  run the tests
-#   make test-camel             run those with CAMEL-AI, which needs an environment of its own
+#   make test-fast              run the unit tests: no processes, no models, under a minute
+#   make test [ARGS="-k name"]  run all tests
+#   make test-camel             run those with CAMEL-AI, which need an environment of their own
 #   make lint                   ruff (rules and format) and the type checker
 #   make venv                   only the environment that `make test` and `make lint` use
 #   make clean                  remove the environments and caches; runs/ is kept
@@ -14,7 +15,7 @@ TORCH := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test test-camel lint venv clean
+.PHONY: help demo test test-fast test-camel lint venv clean
 .DELETE_ON_ERROR:
 
 help:
@@ -22,6 +23,9 @@ help:
 
 demo: .venv/.installed
 	@$(BIN)/python examples/agent_workflow/train.py --config examples/agent_workflow/config.yaml scheduler.type=local $(ARGS)
+
+test-fast: .venv/.installed-dev
+	@$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 -m "not slow" $(ARGS)
 
 test: .venv/.installed-dev
 	@$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile $(ARGS)

@@ -1,8 +1,24 @@
-"""What several rooms' tests share."""
+"""Fixtures that the tests of several packages share, and the rule that says which tests are slow.
+
+A slow test starts a process, loads a model, or drives other people's frameworks; `make test-fast` leaves it out. Mark
+one with `@pytest.mark.slow`, a file with `pytestmark = pytest.mark.slow`. Whole directories, and tests that ask for a
+model by a fixture, are marked here.
+"""
 
 from pathlib import Path
 
 import pytest
+
+TESTS = Path(__file__).parent
+SLOW_DIRECTORIES = {"benchmarks", "e2e", "frameworks", "guides"}
+MODEL_FIXTURES = {"tiny_math"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        directory = item.path.relative_to(TESTS).parts[0]
+        if directory in SLOW_DIRECTORIES or MODEL_FIXTURES.intersection(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")
@@ -15,7 +31,7 @@ def tiny_math() -> Path:
 
 @pytest.fixture(scope="session")
 def vision_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Tokenizer and processor of a model that sees pictures, without the model."""
+    """Tokenizer and processor of a vision model, without the model."""
     from tiny_processor import save_processor
 
     directory = tmp_path_factory.mktemp("vision")

@@ -1,4 +1,4 @@
-"""The house as docs/architecture.md draws it: imports only go down, and neighbours never import each other."""
+"""The layers of docs/architecture.md: imports only go down, and packages of one layer never import each other."""
 
 import ast
 import subprocess
@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-FLOORS = [
+LAYERS = [
     ["cli"],
     ["viewer"],
     ["trainer", "simulation"],
@@ -23,14 +23,15 @@ FLOORS = [
     ["config"],
     ["utils"],
 ]
-"""From the roof down. Rooms in one list are neighbours."""
+"""From the top down. Packages in one list are neighbours."""
 
-HEIGHT = {room: len(FLOORS) - floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-FRONT_DOOR = "areal/__init__.py"
-PLAIN_FACTS = {"__version__"}
-"""Names of the front door that look up at nothing."""
+HEIGHT = {package: len(LAYERS) - depth for depth, packages in enumerate(LAYERS) for package in packages}
+TOP_MODULE = "areal/__init__.py"
+"""It only re-exports what users import, so it may import from every layer."""
+IMPORTABLE_FROM_TOP = {"__version__"}
+"""Names of the top module that depend on no layer."""
 
-NO_TORCH_ROOMS = {
+TORCH_FREE_PACKAGES = {
     "cli",
     "viewer",
     "simulation",
@@ -44,7 +45,7 @@ NO_TORCH_ROOMS = {
     "utils",
 }
 MAY_USE_TORCH = {"areal/utils/data.py"}
-"""Tensor helpers are this file's purpose; nothing in a torch-free room imports it at module level."""
+"""Tensor helpers are this file's purpose; no torch-free package imports it at module level."""
 
 
 @dataclass(frozen=True)
@@ -79,53 +80,53 @@ def _base_of(node: ast.ImportFrom, module: str, is_package: bool) -> str:
 
 
 def violations(root: Path) -> list[str]:
-    """What is wrong with the house at `root`, one line each, as `file:line sentence`."""
+    """Every import at `root` that breaks the rule, one line each, as `file:line sentence`."""
     found = []
     for path in sorted([*root.glob("areal/**/*.py"), *root.glob("realhf/**/*.py")]):
         where = path.relative_to(root).as_posix()
-        if where == FRONT_DOOR:
+        if where == TOP_MODULE:
             continue
         found += _violations_in(path, where)
     return found
 
 
 def _violations_in(path: Path, where: str) -> list[str]:
-    package, room, *_ = (*where.split("/"), "")
-    if package == "areal" and room not in HEIGHT:
-        return [f"{where}:1 {room} is not a room; a new room is a decision and changes docs/architecture.md"]
+    top, package, *_ = (*where.split("/"), "")
+    if top == "areal" and package not in HEIGHT:
+        return [f"{where}:1 {package} is not in LAYERS; draw a new package in docs/architecture.md"]
     module = where.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
     tree = ast.parse(path.read_text())
     complaints = []
     for found in imports_of(tree, module, where.endswith("/__init__.py")):
-        complaint = _complaint(package, room, found.name)
+        complaint = _complaint(top, package, found.name)
         if complaint:
             complaints.append(f"{where}:{found.line} {complaint}")
     return complaints
 
 
-def _complaint(package: str, room: str, name: str) -> str | None:
-    target, below, *_ = (*name.split("."), "")
-    if target not in ("areal", "realhf") or package == "realhf":
+def _complaint(top: str, package: str, name: str) -> str | None:
+    target, target_package, *_ = (*name.split("."), "")
+    if target not in ("areal", "realhf") or top == "realhf":
         return None
     if target == "realhf":
-        return f"{room} imports {name}: realhf imports areal, never the reverse"
-    if below in PLAIN_FACTS or below == room:
+        return f"{package} imports {name}: realhf imports areal, never the reverse"
+    if target_package in IMPORTABLE_FROM_TOP or target_package == package:
         return None
-    if below not in HEIGHT:
-        return f"{room} imports {name or target}: only users come in by the front door"
-    if HEIGHT[below] > HEIGHT[room]:
-        return f"{room} imports {name}: {below} lies above"
-    if HEIGHT[below] == HEIGHT[room]:
-        return f"{room} imports {name}: {below} is a neighbour"
+    if target_package not in HEIGHT:
+        return f"{package} imports {name or target}: import from the package that defines it"
+    if HEIGHT[target_package] > HEIGHT[package]:
+        return f"{package} imports {name}: {target_package} is above it"
+    if HEIGHT[target_package] == HEIGHT[package]:
+        return f"{package} imports {name}: {target_package} is a neighbour"
     return None
 
 
 def eager_torch_imports(root: Path) -> list[str]:
-    """Files of torch-free rooms that load torch when they are imported; a TYPE_CHECKING block loads nothing."""
+    """Files of torch-free packages that load torch when they are imported; a TYPE_CHECKING block loads nothing."""
     found = []
     for path in sorted(root.glob("areal/*/**/*.py")):
         where = path.relative_to(root).as_posix()
-        if where.split("/")[1] in NO_TORCH_ROOMS and where not in MAY_USE_TORCH:
+        if where.split("/")[1] in TORCH_FREE_PACKAGES and where not in MAY_USE_TORCH:
             found += [f"{where}:{node.lineno}" for node in _eager(ast.parse(path.read_text())) if _loads_torch(node)]
     return found
 
@@ -155,7 +156,7 @@ def test_imports_only_go_down() -> None:
     assert violations(ROOT) == []
 
 
-def test_torch_free_rooms_do_not_load_torch_themselves() -> None:
+def test_torch_free_packages_do_not_load_torch_themselves() -> None:
     assert eager_torch_imports(ROOT) == []
 
 
@@ -174,7 +175,7 @@ TORCH_FREE_MODULES = [
 ]
 
 
-def test_doors_that_promise_it_load_no_torch() -> None:
+def test_modules_that_promise_it_load_no_torch() -> None:
     modules = [name for name in TORCH_FREE_MODULES if (ROOT / name.replace(".", "/")).with_suffix(".py").exists()]
     modules += [name for name in TORCH_FREE_MODULES if (ROOT / name.replace(".", "/") / "__init__.py").exists()]
     assert "areal" in modules
@@ -184,7 +185,7 @@ def test_doors_that_promise_it_load_no_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def write_house(root: Path, files: dict[str, str]) -> Path:
+def write_package(root: Path, files: dict[str, str]) -> Path:
     for name, text in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -195,28 +196,36 @@ def write_house(root: Path, files: dict[str, str]) -> Path:
 @pytest.mark.parametrize(
     ("where", "text", "complaint"),
     [
-        ("areal/proxy/app.py", "import areal.trainer.ppo", "1 proxy imports areal.trainer.ppo: trainer lies above"),
-        ("areal/proxy/app.py", "from areal import rollout", "1 proxy imports areal.rollout: rollout lies above"),
+        (
+            "areal/proxy/app.py",
+            "import areal.trainer.ppo",
+            "1 proxy imports areal.trainer.ppo: trainer is above it",
+        ),
+        ("areal/proxy/app.py", "from areal import rollout", "1 proxy imports areal.rollout: rollout is above it"),
         ("areal/proxy/app.py", "\nfrom areal.engine import x", "2 proxy imports areal.engine.x: engine is a neighbour"),
         ("areal/proxy/a/b.py", "from ...engine import x", "1 proxy imports areal.engine.x: engine is a neighbour"),
-        ("areal/proxy/__init__.py", "from ..cli import x", "1 proxy imports areal.cli.x: cli lies above"),
-        ("areal/api/x.py", "def f():\n    from areal.infra import y", "2 api imports areal.infra.y: infra lies above"),
+        ("areal/proxy/__init__.py", "from ..cli import x", "1 proxy imports areal.cli.x: cli is above it"),
+        (
+            "areal/api/x.py",
+            "def f():\n    from areal.infra import y",
+            "2 api imports areal.infra.y: infra is above it",
+        ),
         (
             "areal/api/x.py",
             "if TYPE_CHECKING:\n    from areal.engine.model import M",
-            "2 api imports areal.engine.model.M: engine lies above",
+            "2 api imports areal.engine.model.M: engine is above it",
         ),
         (
             "areal/utils/x.py",
             "importlib.import_module('areal.api.errors')",
-            "1 utils imports areal.api.errors: api lies above",
+            "1 utils imports areal.api.errors: api is above it",
         ),
         (
             "areal/cli/x.py",
             "from areal import PPOTrainer",
-            "1 cli imports areal.PPOTrainer: only users come in by the front door",
+            "1 cli imports areal.PPOTrainer: import from the package that defines it",
         ),
-        ("areal/cli/x.py", "import areal", "1 cli imports areal: only users come in by the front door"),
+        ("areal/cli/x.py", "import areal", "1 cli imports areal: import from the package that defines it"),
         (
             "areal/trainer/x.py",
             "import realhf.api",
@@ -225,17 +234,21 @@ def write_house(root: Path, files: dict[str, str]) -> Path:
         (
             "areal/helpers/x.py",
             "",
-            "1 helpers is not a room; a new room is a decision and changes docs/architecture.md",
+            "1 helpers is not in LAYERS; draw a new package in docs/architecture.md",
         ),
-        ("areal/tools.py", "", "1 tools.py is not a room; a new room is a decision and changes docs/architecture.md"),
+        (
+            "areal/tools.py",
+            "",
+            "1 tools.py is not in LAYERS; draw a new package in docs/architecture.md",
+        ),
     ],
 )
 def test_the_check_sees_each_way_to_break_the_rule(tmp_path: Path, where: str, text: str, complaint: str) -> None:
-    assert violations(write_house(tmp_path, {where: text})) == [f"{where}:{complaint}"]
+    assert violations(write_package(tmp_path, {where: text})) == [f"{where}:{complaint}"]
 
 
-def test_the_check_allows_the_way_down_and_the_front_door_to_look_up(tmp_path: Path) -> None:
-    house = write_house(
+def test_the_check_allows_imports_downwards_and_everything_in_the_top_module(tmp_path: Path) -> None:
+    root = write_package(
         tmp_path,
         {
             "areal/__init__.py": "from areal.trainer.ppo import PPOTrainer",
@@ -245,7 +258,7 @@ def test_the_check_allows_the_way_down_and_the_front_door_to_look_up(tmp_path: P
             "realhf/api.py": "from areal import PPOTrainer\nimport realhf.impl",
         },
     )
-    assert violations(house) == []
+    assert violations(root) == []
 
 
 @pytest.mark.parametrize(
@@ -262,8 +275,8 @@ def test_the_check_allows_the_way_down_and_the_front_door_to_look_up(tmp_path: P
     ],
 )
 def test_the_torch_check_tells_eager_from_lazy(tmp_path: Path, text: str, caught: bool) -> None:
-    house = write_house(tmp_path, {"areal/proxy/app.py": text, "areal/engine/model.py": "import torch"})
-    assert bool(eager_torch_imports(house)) is caught
+    root = write_package(tmp_path, {"areal/proxy/app.py": text, "areal/engine/model.py": "import torch"})
+    assert bool(eager_torch_imports(root)) is caught
 
 
 def test_the_picture_in_the_docs_is_this_one() -> None:
@@ -271,6 +284,6 @@ def test_the_picture_in_the_docs_is_this_one() -> None:
     drawn = []
     for line in picture.splitlines():
         if line.startswith("  ") and line[2] != " ":
-            rooms = line.strip().partition("  ")[0]
-            drawn.append([room.strip().rstrip("/") for room in rooms.split("|")])
-    assert drawn == FLOORS
+            packages = line.strip().partition("  ")[0]
+            drawn.append([package.strip().rstrip("/") for package in packages.split("|")])
+    assert drawn == LAYERS
