@@ -21,10 +21,10 @@ from areal.api.io_struct import ModelResponse
 from areal.engine.builtin.tokenizer import make_tokenizer
 from areal.trajectory import Renderer, Tree
 from areal.trajectory.answer import read_answer
-from areal.trajectory.completion import Completion, Prompt
-from areal.trajectory.matching import Line, Lines, Meant
+from areal.trajectory.matching import Conversation, ConversationCache, Normalise
 from areal.trajectory.message import Message
 from areal.trajectory.parsers import ToolCall
+from areal.trajectory.tree import Completion, Prompt
 from benchmarks.report import Aim, main
 
 TURNS = 200
@@ -65,16 +65,16 @@ class Costs:
     stored: list[int] = field(default_factory=list)
 
 
-class TimedLines(Lines):
+class TimedCache(ConversationCache):
     """Knows how long it takes to compare a request with the earlier ones."""
 
     seconds = 0.0
 
-    def read(self, messages: list[Message], meant: Meant) -> Line:
+    def read(self, messages: list[Message], normalise: Normalise) -> Conversation:
         began = time.thread_time()
-        line = super().read(messages, meant)
+        conversation = super().read(messages, normalise)
         self.seconds = time.thread_time() - began
-        return line
+        return conversation
 
 
 class TimedTree(Tree):
@@ -82,15 +82,15 @@ class TimedTree(Tree):
 
     def __init__(self, renderer: Renderer) -> None:
         super().__init__(renderer)
-        self._lines: TimedLines = TimedLines()
+        self._conversations: TimedCache = TimedCache()
         self.ids_seconds = 0.0
 
     @property
     def compare_seconds(self) -> float:
-        return self._lines.seconds
+        return self._conversations.seconds
 
     def forget(self) -> None:
-        self._lines = TimedLines()
+        self._conversations = TimedCache()
 
     def token_ids(self, completion: Completion, newer: Sequence[int] = ()) -> list[int]:
         began = time.thread_time()
@@ -193,7 +193,7 @@ def figures_of(costs: Costs) -> dict[str, Any]:
 def measure(tokenizer: Any) -> dict[str, tuple[Costs, Costs]]:
     """Of each kind of conversation, ours and the peer's; rounds take turns, so that a busy moment hits both kinds."""
     renderer, whole = Renderer(tokenizer), Renderer(tokenizer)
-    whole.windows.trusted = False
+    whole.skips_middle = False
     ours: dict[str, list[Costs]] = {name: [] for name in KINDS}
     peers: dict[str, list[Costs]] = {name: [] for name in KINDS}
     for number in range(ROUNDS):

@@ -22,8 +22,8 @@ from areal.api.io_struct import ModelRequest
 from areal.config.rollout import GenerationHyperparameters
 from areal.trajectory import Renderer, Tree
 from areal.trajectory.answer import read_answer
-from areal.trajectory.completion import Completion
 from areal.trajectory.message import Message
+from areal.trajectory.tree import Completion
 
 PROMPT = "you> "
 MAX_ANSWER_TOKENS = 512

@@ -1,4 +1,4 @@
-"""Sampled ids read as a message: the text without its end, its thinking, and the tool calls in it."""
+"""Sampled ids read as a message: the text without its end token, its thinking, and the tool calls in it."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -7,6 +7,7 @@ from typing import Any
 from areal.api.io_struct import ModelResponse
 from areal.trajectory.message import Message
 from areal.trajectory.parsers import ToolCall
+from areal.trajectory.parsers.base import Tools
 from areal.trajectory.rendering import Renderer
 
 
@@ -26,25 +27,25 @@ def read_answer(
     completion_id: str,
     stop_ids: Collection[int],
     stop_texts: Sequence[str] = (),
-    tools: list[dict[str, Any]] | None = None,
+    tools: Tools | None = None,
     thinking: bool = False,
 ) -> Answer:
     """`tools` and `thinking` are the prompt's: without tools nothing is a call."""
     ids = response.output_tokens
     ended = response.stop_reason == "stop" and bool(ids) and ids[-1] in stop_ids
     text = renderer.decode(ids[:-1] if ended else ids)
-    said = renderer.format.read(before_stop(text, stop_texts), tools, thinking=thinking)
-    content = text if said.content == text else said.content  # one text where there is only text, not two
+    parsed = renderer.format.read(before_stop(text, stop_texts), tools, thinking=thinking)
+    content = text if parsed.content == text else parsed.content  # one string where both are equal, not two
     message: Message = {"role": "assistant", "content": content}
-    if said.reasoning:
-        message["reasoning_content"] = said.reasoning
-    if said.calls:
-        message["tool_calls"] = [tool_call(call, completion_id, number) for number, call in enumerate(said.calls)]
+    if parsed.reasoning:
+        message["reasoning_content"] = parsed.reasoning
+    if parsed.calls:
+        message["tool_calls"] = [tool_call(call, completion_id, number) for number, call in enumerate(parsed.calls)]
     return Answer(message, text, ids[-1] if ended else None)
 
 
 def before_stop(text: str, stop_texts: Sequence[str]) -> str:
-    """A stop text ends the answer and is no part of it, though its tokens were sampled and are kept."""
+    """A stop text ends the answer and is not part of it, though its tokens were sampled and are kept."""
     found = [at for at in (text.find(stop) for stop in stop_texts) if at >= 0]
     return text[: min(found)] if found else text
 

@@ -5,8 +5,7 @@ from typing import Any
 
 from areal.api.errors import NoInteractions, RewardInvalid
 from areal.api.reward_api import as_reward
-from areal.trajectory.completion import Completion
-from areal.trajectory.tree import Tree
+from areal.trajectory.tree import Completion, Tree
 
 
 def assign_reward(tree: Tree, reward: Any, agent_name: str) -> None:

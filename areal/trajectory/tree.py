@@ -1,86 +1,192 @@
 """The conversations of one session as a tree of completions, each prefix stored once.
 
+A call is placed in the tree in three steps: `draft` finds the recorded completion that its conversation continues and
+renders what is new, `encode` turns that into ids, `settle` puts them after the ids of the parent. `add` records the
+answer as a node.
+
 Invariants: only finished answers are nodes; a parent's index is smaller than its children's; ids that were sampled are
 never tokenised again. A node's `parent` is the conversation it continues, and credit flows along it; its ids continue
-the parent's ids only where `extends` is True.
+the parent's ids only where `extends` is True: a template may render an earlier turn differently later on (drop its
+thinking, say), and so rewrite the past.
 """
 
+import time
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from areal.api.errors import RequestError
-from areal.api.io_struct import ModelResponse
+from areal.api.io_struct import ModelResponse, StopReason
 from areal.api.messages import Array
 from areal.trajectory.answer import Answer
-from areal.trajectory.completion import Completion, Draft, Prompt
-from areal.trajectory.matching import Lines, meant, recognise
-from areal.trajectory.message import Digest, Message, Picture, extend, pictures_in
-from areal.trajectory.rendering import Renderer, Tools, newer_ids, newer_text
+from areal.trajectory.matching import Conversation, ConversationCache, normalised
+from areal.trajectory.message import Digest, Image, Message, call_ids, extend_digest, images_in, same_words
+from areal.trajectory.parsers.base import Tools
+from areal.trajectory.rendering import Renderer
+
+
+@dataclass(slots=True)
+class Completion:
+    """A finished answer: a node that holds only what its parent does not.
+
+    Arrays are 1-D and, except `prompt_ids`, as long as the answer.
+    """
+
+    id: str
+    index: int
+    """Place in the tree, in order of finishing."""
+    choice: int
+    """Which of the `n` answers to one request."""
+    parent: int | None
+    extends: bool
+    depth: int
+    """Completions from the beginning of the conversation, itself counted."""
+    messages: list[Message]
+    """The conversation after the parent's answer, up to this one."""
+    message: Message
+    """The answer as the client got it."""
+    text: str
+    """The sampled text without its end token: the message before thinking and tool calls were read out of it."""
+    tools: Tools | None
+    """Shared with every completion that was offered the same."""
+    thinking: bool
+    """The prompt ended inside thinking."""
+    prompt_ids: Array
+    """int32: the prompt's ids beyond the parent's, or all of them if `extends` is False."""
+    images: list[Image]
+    """Those whose places are in `prompt_ids`."""
+    output_ids: Array
+    """int32"""
+    logprobs: Array
+    """float32: of the temperature-scaled policy."""
+    versions: Array
+    """int32"""
+    temperature: float
+    stop_reason: StopReason
+    end_id: int | None
+    """The stop token that ended the answer; None if it was cut off or met a stop text."""
+    asked_at: float
+    """Monotonic seconds."""
+    answered_at: float = field(default_factory=time.monotonic)
+    digests: dict[int, str] = field(default_factory=dict)
+    """Weight version -> digest of those weights."""
+    reward: float | None = None
+    """What the agent gave; None = nothing."""
+    lost: bool = False
+    """Its client went away before it received the answer, and has not asked again: no conversation continues it."""
+
+    @property
+    def truncated(self) -> bool:
+        return self.stop_reason != "stop"
+
+
+@dataclass(slots=True)
+class Draft:
+    """A call placed in the tree, its new text not encoded yet."""
+
+    parent: Completion | None
+    """The completion whose conversation this one continues."""
+    extends: bool
+    """The text follows the parent's ids; False where the conversation goes on but the template rewrote its past."""
+    text: str
+    images: list[Image]
+    """Those whose places are in the text, in order."""
+    messages: list[Message]
+    """What comes after the parent's answer."""
+    conversation: Digest
+    tools: Tools | None
+    """What the model may call; None = nothing is a call."""
+    thinking: bool
+    """The text ends inside thinking, so the answer begins with it."""
+
+
+@dataclass(slots=True)
+class Prompt:
+    """A call placed in the tree, and the token ids that the engine is asked to continue."""
+
+    ids: list[int]
+    parent: int | None
+    """Index of the completion whose conversation this one continues."""
+    extends: bool
+    """The ids begin with the parent's; False where the conversation goes on but the template rewrote its past."""
+    new_ids: list[int]
+    """What comes after the parent's ids; all ids if this prompt does not extend them."""
+    messages: list[Message]
+    """What comes after the parent's answer."""
+    conversation: Digest
+    tools: Tools | None
+    """What the model may call; None = nothing is a call."""
+    thinking: bool
+    """The prompt ends inside thinking, so the answer begins with it."""
+    images: list[Image] = field(default_factory=list)
+    """Those whose places are in the ids, in order."""
+    new_images: list[Image] = field(default_factory=list)
+    """Those whose places are in the new ids."""
+    asked_at: float = field(default_factory=time.monotonic)
 
 
 class Tree:
     def __init__(self, renderer: Renderer) -> None:
         self.renderer = renderer
         self.completions: list[Completion] = []
-        self._by_path: dict[Digest, list[int]] = {}
+        self._by_conversation: dict[Digest, list[int]] = {}
         self._by_id: dict[str, int] = {}
-        self._lines = Lines()
-        self._tools: list[list[dict[str, Any]]] = []
+        self._conversations = ConversationCache()
+        self._tools: list[Tools] = []
 
-    def prompt(self, messages: list[Message], tools: Tools = None) -> Prompt:
+    def prompt(self, messages: list[Message], tools: Tools | None = None) -> Prompt:
         """Place a conversation in the tree and turn it into ids. Records nothing."""
         draft = self.draft(messages, tools)
         return self.settle(draft, self.encode(draft))
 
-    def draft(self, messages: list[Message], tools: Tools = None) -> Draft:
+    def draft(self, messages: list[Message], tools: Tools | None = None) -> Draft:
         """The first step of `prompt`."""
         tools = self._shared(tools)
-        line = self._lines.read(messages, lambda message: meant(message, self.renderer.format, tools))
-        found = recognise(self, line)
+        sent = self._conversations.read(messages, lambda message: normalised(message, self.renderer.format, tools))
+        found = self._find_parent(sent)
         if found is None:
             text = self.renderer.render(messages, tools)
-            return self._draft(None, text, pictures_in(messages), messages, line.path, tools)
+            return self._draft(None, text, images_in(messages), messages, sent.digest, tools)
         parent, answer_at = found
         if messages[answer_at] == parent.message:
-            line.messages[answer_at] = parent.message  # held once
+            sent.messages[answer_at] = parent.message  # held once
         newer = messages[answer_at + 1 :]
-        # What was recorded is rendered, not how the client spells it today: spelling must not move the past.
+        # What was recorded is rendered, not how the client spells it today: spelling must not change the past.
         before = self.conversation(parent)[:-1]
         try:
-            behind = newer_text(self.renderer, parent, before, newer, tools)
-            if behind is not None:
-                return self._draft(parent, behind, pictures_in(newer), newer, line.path, tools, extends=True)
+            added = self.renderer.added_text(parent, before, newer, tools)
+            if added is not None:
+                return self._draft(parent, added, images_in(newer), newer, sent.digest, tools, extends=True)
             text = self.renderer.render([*before, parent.message, *newer], tools)
-        except RequestError:  # calls that the client spells as text may fit no template that has them as calls
+        except RequestError:  # calls that the client sends as text may not fit a template that gets them as calls
             text = self.renderer.render(messages, tools)
-        return self._draft(parent, text, pictures_in([*before, *newer]), newer, line.path, tools)
+        return self._draft(parent, text, images_in([*before, *newer]), newer, sent.digest, tools)
 
     def encode(self, draft: Draft) -> list[int]:
         """The second step: the ids of the text. Reads nothing that changes, so it may run in a thread."""
         if draft.parent is None or not draft.extends:
-            return self.renderer.encode(draft.text, draft.pictures)
-        return newer_ids(self.renderer, draft.parent, draft.text, draft.pictures)
+            return self.renderer.encode(draft.text, draft.images)
+        return self.renderer.added_ids(draft.parent, draft.text, draft.images)
 
     def settle(self, draft: Draft, new_ids: list[int]) -> Prompt:
         """The last step."""
         parent = draft.parent
-        ids, pictures = new_ids, draft.pictures
+        ids, images = new_ids, draft.images
         if parent is not None and draft.extends:
             ids = self.token_ids(parent, new_ids)
-            pictures = [picture for node in self.token_path(parent) for picture in node.pictures] + pictures
+            images = [image for node in self.token_path(parent) for image in node.images] + images
         return Prompt(
             ids=ids,
             parent=None if parent is None else parent.index,
             extends=draft.extends,
             new_ids=new_ids,
             messages=draft.messages,
-            path=draft.path,
+            conversation=draft.conversation,
             tools=draft.tools,
             thinking=draft.thinking,
-            pictures=pictures,
-            new_pictures=draft.pictures,
+            images=images,
+            new_images=draft.images,
         )
 
     def add(
@@ -107,7 +213,7 @@ class Tree:
             tools=prompt.tools,
             thinking=prompt.thinking,
             prompt_ids=np.asarray(prompt.new_ids, np.int32),
-            pictures=prompt.new_pictures,
+            images=prompt.new_images,
             output_ids=np.asarray(response.output_tokens, np.int32),
             logprobs=np.asarray(response.output_logprobs, np.float32),
             versions=np.asarray(response.output_versions, np.int32),
@@ -119,44 +225,23 @@ class Tree:
         )
         self.completions.append(completion)
         self._by_id[completion.id] = completion.index
-        said = meant(answer.message, self.renderer.format, prompt.tools)
-        self._by_path.setdefault(extend(prompt.path, said, {}), []).append(completion.index)
+        normal = normalised(answer.message, self.renderer.format, prompt.tools)
+        self._by_conversation.setdefault(extend_digest(prompt.conversation, normal, {}), []).append(completion.index)
         return completion
 
     def by_id(self, completion_id: str) -> Completion | None:
         index = self._by_id.get(completion_id)
         return None if index is None else self.completions[index]
 
-    def by_path(self, path: Digest) -> list[Completion]:
-        """The completions whose conversations mean this, in order of finishing."""
-        found = [self.completions[index] for index in self._by_path.get(path, ())]
-        return [completion for completion in found if not completion.lost]
-
     @property
     def last(self) -> Completion | None:
-        """The completion that finished last; of several choices, the first, whose id the response bears."""
-        heard = (node for node in reversed(self.completions) if node.choice == 0 and not node.lost)
-        return next(heard, None)
-
-    def forget_lost(self) -> None:
-        """Leave out what nobody heard, when nobody can ask for it any more."""
-        inner = {node.parent for node in self.completions}
-        kept = [node for node in self.completions if not node.lost or node.index in inner]
-        if len(kept) == len(self.completions):
-            return
-        places: dict[int | None, int | None] = {None: None} | {node.index: at for at, node in enumerate(kept)}
-        self._by_path = {
-            path: [at for index in indices if (at := places.get(index)) is not None]
-            for path, indices in self._by_path.items()
-        }
-        for at, node in enumerate(kept):
-            node.index, node.parent = at, places[node.parent]
-        self.completions = kept
-        self._by_id = {node.id: node.index for node in kept}
+        """The completion that finished last; of several choices, the first, whose id the response has."""
+        received = (node for node in reversed(self.completions) if node.choice == 0 and not node.lost)
+        return next(received, None)
 
     @property
     def rewrites(self) -> int:
-        """Times a conversation went on but its template wrote the past anew, so that a new branch began."""
+        """Times a conversation went on but its template rewrote the past, so that a new branch began."""
         return sum(node.parent is not None and not node.extends and node.choice == 0 for node in self.completions)
 
     @property
@@ -166,16 +251,20 @@ class Tree:
 
     @property
     def digests(self) -> dict[int, str]:
-        """Digest of the weights behind each version that produced a token here."""
+        """Weight version -> digest of those weights, for every version that produced a token here."""
         return {version: digest for completion in self.completions for version, digest in completion.digests.items()}
 
-    def conversation(self, completion: Completion) -> list[Message]:
-        """Every message from the beginning to this answer."""
+    def path(self, completion: Completion) -> list[Completion]:
+        """The completions of its conversation, first to last."""
         path = [completion]
         while (parent := path[-1].parent) is not None:
             path.append(self.completions[parent])
+        return path[::-1]
+
+    def conversation(self, completion: Completion) -> list[Message]:
+        """Every message from the beginning to this answer."""
         messages: list[Message] = []
-        for node in reversed(path):
+        for node in self.path(completion):
             messages += node.messages
             messages.append(node.message)
         return messages
@@ -195,21 +284,37 @@ class Tree:
         ids: list[int] = np.concatenate([*parts, np.asarray(newer, np.int32)]).tolist()
         return ids
 
+    def forget_lost(self) -> None:
+        """Remove answers that no client received, once no client can ask for them again."""
+        inner = {node.parent for node in self.completions}
+        kept = [node for node in self.completions if not node.lost or node.index in inner]
+        if len(kept) == len(self.completions):
+            return
+        places: dict[int | None, int | None] = {None: None} | {node.index: at for at, node in enumerate(kept)}
+        self._by_conversation = {
+            conversation: [at for index in indices if (at := places.get(index)) is not None]
+            for conversation, indices in self._by_conversation.items()
+        }
+        for at, node in enumerate(kept):
+            node.index, node.parent = at, places[node.parent]
+        self.completions = kept
+        self._by_id = {node.id: node.index for node in kept}
+
     def _draft(
         self,
         parent: Completion | None,
         text: str,
-        pictures: list[Picture],
+        images: list[Image],
         messages: list[Message],
-        path: Digest,
-        tools: Tools,
+        conversation: Digest,
+        tools: Tools | None,
         *,
         extends: bool = False,
     ) -> Draft:
         thinking = self.renderer.opens_thinking(text)
-        return Draft(parent, extends, text, pictures, messages, path, tools, thinking)
+        return Draft(parent, extends, text, images, messages, conversation, tools, thinking)
 
-    def _shared(self, tools: Tools) -> Tools:
+    def _shared(self, tools: Tools | None) -> Tools | None:
         """Equal tools as one object: they are sent with every call, and stored once."""
         if tools is None:
             return None
@@ -218,3 +323,51 @@ class Tree:
                 return known
         self._tools.append(tools)
         return tools
+
+    def _find_parent(self, sent: Conversation) -> tuple[Completion, int] | None:
+        """The deepest completion that this conversation certainly continues, and its answer's place in the messages."""
+        for place in range(len(sent.messages) - 1, -1, -1):
+            if sent.messages[place]["role"] == "assistant":
+                recorded = map(self.completions.__getitem__, self._by_conversation.get(sent.digests[place], ()))
+                candidates = [node for node in recorded if not node.lost]
+                chosen = self._choose(candidates, sent) if candidates else None
+                if chosen is not None:
+                    return chosen, place
+        return None
+
+    def _choose(self, candidates: list[Completion], sent: Conversation) -> Completion | None:
+        """Of completions with equal conversations, the one that was sent; None if none fits, or several alike.
+
+        Thinking that was sent back and tool-call ids tell them apart. If nothing does and all are the same tokens, it
+        makes no difference to what is trained, and the most recent is taken.
+        """
+        if sent.reasoning:
+            candidates = [candidate for candidate in candidates if self._has_reasoning(candidate, sent.reasoning)]
+        if len(candidates) > 1:
+            named = [candidate for candidate in candidates if self._call_ids(candidate) <= sent.call_ids.keys()]
+            candidates = named or candidates
+        if not candidates or not all(self._same_tokens(candidates[-1], other) for other in candidates[:-1]):
+            return None
+        return candidates[-1]
+
+    def _has_reasoning(self, candidate: Completion, reasoning: dict[int, str]) -> bool:
+        recorded = self.conversation(candidate)
+        return all(
+            same_words(thought, recorded[place].get("reasoning_content", ""))
+            for place, thought in reasoning.items()
+            if place < len(recorded)
+        )
+
+    def _call_ids(self, candidate: Completion) -> set[str]:
+        return {call_id for message in self.conversation(candidate) for call_id in call_ids(message)}
+
+    def _same_tokens(self, one: Completion, other: Completion) -> bool:
+        """Whether two completions are the same tokens after the same tokens."""
+        while one is not other:
+            same_prompt = one.extends == other.extends and one.prompt_ids.tobytes() == other.prompt_ids.tobytes()
+            if not same_prompt or one.output_ids.tobytes() != other.output_ids.tobytes():
+                return False
+            if one.parent is None or other.parent is None:
+                return one.parent == other.parent
+            one, other = self.completions[one.parent], self.completions[other.parent]
+        return True

@@ -12,7 +12,7 @@ from areal.config.rollout import GenerationHyperparameters
 from areal.dataset.builtin import SHAPES, Drawing
 from areal.engine.builtin.vision import tiny_vision
 from areal.engine.inference.server import load_engine
-from areal.trajectory.message import Picture, content_of
+from areal.trajectory.message import Image, content_of
 from areal.trajectory.rendering import Renderer
 from areal.utils.hf_utils import load_hf_processor, load_hf_tokenizer
 from areal.utils.images import decode_image
@@ -29,7 +29,7 @@ def renderer(directory: Path) -> Renderer:
 
 
 def request(renderer: Renderer, drawing: Drawing, seed: int) -> ModelRequest:
-    picture = Picture(drawing.png())
+    picture = Image(drawing.png())
     question = drawing.as_task()["messages"][0]["content"][-1]["text"]
     text = renderer.render([{"role": "user", "content": content_of([picture, question])}], None)
     g = GenerationHyperparameters(max_new_tokens=8, stop_token_ids=[renderer.tokenizer.eos_token_id], seed=seed)

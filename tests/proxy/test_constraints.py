@@ -18,7 +18,7 @@ from areal.proxy.constraints import Constraints, constrain
 from areal.proxy.errors import ApiError
 from areal.proxy.json_schema import MAX_NUMBER, narrow
 from areal.proxy.types import Call
-from areal.trajectory.parsers import AnswerFormat, Said, ToolCall
+from areal.trajectory.parsers import AnswerFormat, ParsedAnswer, ToolCall
 from areal.trajectory.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
 
 END = 2
@@ -112,7 +112,7 @@ def ask(**wanted: Any) -> Call:
     return Call(messages=[], **wanted)
 
 
-def check_calls(said: Said, tools: list[dict[str, Any]]) -> None:
+def check_calls(said: ParsedAnswer, tools: list[dict[str, Any]]) -> None:
     schemas = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in tools}
     for call in said.calls:
         jsonschema.validate(call.arguments, schemas[call.name])

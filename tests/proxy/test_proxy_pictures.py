@@ -67,7 +67,7 @@ async def test_three_dialects_show_the_same(
     for other in others:
         assert (other.input_ids, other.images) == (first.input_ids, [RED])
     assert chat.usage.prompt_tokens == written.usage.input_tokens == message.usage.input_tokens == len(first.input_ids)
-    assert len({id(node.pictures[0]) for node in session.tree.completions}) == 1
+    assert len({id(node.images[0]) for node in session.tree.completions}) == 1
 
 
 async def test_conversation_with_pictures_goes_on_with_the_ids_it_had(
@@ -81,7 +81,7 @@ async def test_conversation_with_pictures_goes_on_with_the_ids_it_had(
     first, second, third = engine.requests
     assert second.input_ids[: len(first.input_ids)] == first.input_ids
     assert third.input_ids[: len(second.input_ids)] == second.input_ids
-    assert [len(node.pictures) for node in session.tree.completions] == [1, 1, 0]
+    assert [len(node.images) for node in session.tree.completions] == [1, 1, 0]
     assert third.images == [RED, BLUE]
     assert [row.images for row in export(session.tree, "concat", 1.0)] == [[RED, BLUE]]
     assert transcript(session.tree)[0]["content"] == "What is this?[image 40x32 png]"

@@ -6,7 +6,7 @@ from typing import Any
 from areal.api.io_struct import ModelResponse, StopReason
 from areal.trajectory import Tree
 from areal.trajectory.answer import read_answer
-from areal.trajectory.completion import Completion
+from areal.trajectory.tree import Completion
 
 
 @dataclass

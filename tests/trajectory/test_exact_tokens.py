@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from areal.api.errors import RequestError
 from areal.trajectory import export
-from areal.trajectory.completion import Completion
+from areal.trajectory.tree import Completion
 
 random_talks = settings(
     max_examples=40,

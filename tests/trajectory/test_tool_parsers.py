@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal.trajectory.parsers import AnswerFormat, Said, ToolCall, choose, detect
+from areal.trajectory.parsers import AnswerFormat, ParsedAnswer, ToolCall, choose, detect
 from areal.trajectory.parsers.deepseek import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END, SEPARATOR
 from areal.trajectory.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
 
@@ -66,7 +66,7 @@ def test_call_is_read(parser, text):
 def test_parallel_calls_keep_their_order(parser):
     syntax = TOOL_PARSERS[parser]
     calls = [ToolCall(f"f{number}", {"x": "y"}) for number in range(3)]
-    assert AnswerFormat(syntax).read(syntax.render(calls), ()) == Said("", "", calls)
+    assert AnswerFormat(syntax).read(syntax.render(calls), ()) == ParsedAnswer("", "", calls)
 
 
 @pytest.mark.parametrize("parser", PARSERS)
@@ -236,14 +236,14 @@ def test_thinking_is_told_from_the_answer(text, reasoning, content):
 
 def test_thinking_that_the_prompt_opened():
     answers = AnswerFormat(TOOL_PARSERS["hermes"], THINK)
-    assert answers.read("hm\n</think>\n\n12", None, thinking=True) == Said("12", "hm", [])
-    assert answers.read("hm", None, thinking=True) == Said("", "hm", [])
+    assert answers.read("hm\n</think>\n\n12", None, thinking=True) == ParsedAnswer("12", "hm", [])
+    assert answers.read("hm", None, thinking=True) == ParsedAnswer("", "hm", [])
 
 
 def test_call_inside_thinking_is_a_thought():
     call = hermes('{"name": "add", "arguments": {}}')
     said = AnswerFormat(TOOL_PARSERS["hermes"], THINK).read(f"<think>{call}</think>{call}", ())
-    assert said == Said("", call, [ToolCall("add", {})])
+    assert said == ParsedAnswer("", call, [ToolCall("add", {})])
 
 
 @pytest.mark.parametrize("name", ["think", "mistral"])
@@ -271,7 +271,7 @@ TAGGED = st.lists(
 def test_what_is_written_well_is_read_back(parser, data):
     calls = data.draw(TAGGED if parser == "qwen3_coder" else CALLS)
     syntax = TOOL_PARSERS[parser]
-    assert AnswerFormat(syntax).read(syntax.render(calls), ()) == Said("", "", calls)
+    assert AnswerFormat(syntax).read(syntax.render(calls), ()) == ParsedAnswer("", "", calls)
 
 
 @given(NAMES, st.dictionaries(st.sampled_from(["s", "i", "n", "b", "l", "o"]), st.integers(), max_size=6))
@@ -321,7 +321,7 @@ def test_stream_says_the_same_however_it_is_cut(parser, data):
         for end in [*ends, len(text)]:
             events += reader.feed(text[begin:end])
             begin = end
-        assert Said.of([*events, *reader.finish()]) == whole
+        assert ParsedAnswer.of([*events, *reader.finish()]) == whole
 
 
 @pytest.mark.parametrize("parser", PARSERS)
@@ -330,18 +330,23 @@ def test_stream_holds_back_marks_and_calls_only(parser):
     block = answers.calls.render([ToolCall("f", {"x": "y"})])
     reader = answers.reader(())
     said = [event for letter in "plain words" for event in reader.feed(letter)]
-    assert Said.of(said).content == "plain words"
+    assert ParsedAnswer.of(said).content == "plain words"
     during = [event for letter in block for event in reader.feed(letter)]
     if parser != "llama3":
-        assert Said.of(during).content == ""
-    assert Said.of([*during, *reader.finish()]).calls == ([] if parser == "llama3" else [ToolCall("f", {"x": "y"})])
+        assert ParsedAnswer.of(during).content == ""
+    assert ParsedAnswer.of([*during, *reader.finish()]).calls == (
+        [] if parser == "llama3" else [ToolCall("f", {"x": "y"})]
+    )
 
 
 def test_text_that_only_looks_like_a_call_is_not_held_back():
     reader = AnswerFormat(TOOL_PARSERS["hermes"]).reader(())
-    assert Said.of(reader.feed("<tool_call> is a tag. ") + reader.feed("More")).content == "<tool_call> is a tag. More"
+    assert (
+        ParsedAnswer.of(reader.feed("<tool_call> is a tag. ") + reader.feed("More")).content
+        == "<tool_call> is a tag. More"
+    )
     reader = AnswerFormat(TOOL_PARSERS["llama3"]).reader(())
-    assert Said.of(reader.feed('{"answer": ') + reader.feed('"long')).content == '{"answer": "long'
+    assert ParsedAnswer.of(reader.feed('{"answer": ') + reader.feed('"long')).content == '{"answer": "long'
 
 
 def test_long_call_is_read_in_linear_time():
@@ -350,7 +355,7 @@ def test_long_call_is_read_in_linear_time():
     reader = AnswerFormat(TOOL_PARSERS["hermes"]).reader(())
     text = hermes(body)
     events = [event for at in range(0, len(text), 4) for event in reader.feed(text[at : at + 4])]
-    assert Said.of(events).calls[0].name == "f"
+    assert ParsedAnswer.of(events).calls[0].name == "f"
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ class DeepSeek(ToolSyntax):
             call, at = found
             calls.append(call)
         if calls and ended and at == len(text):
-            return Block(calls, at)  # stopped behind a whole call: the end of the list says nothing more
+            return Block(calls, at)  # stopped after a whole call: the end of the list would add nothing
         end = after_mark(text, at, CALLS_END)
         if end is not None and not calls:
             raise ValueError("a list of calls must not be empty")
@@ -79,9 +79,9 @@ def _call(text: str, at: int) -> tuple[ToolCall, int] | None:
         return None
     call = ToolCall(head[1], read_json(text[head.end() : end]))
     if head.re is _FENCED:
-        behind = after_mark(text, end, FENCE)
-        if behind is None:
+        after = after_mark(text, end, FENCE)
+        if after is None:
             return None
-        end = behind
-    behind = after_mark(text, end, CALL_END)
-    return None if behind is None else (call, behind)
+        end = after
+    after = after_mark(text, end, CALL_END)
+    return None if after is None else (call, after)

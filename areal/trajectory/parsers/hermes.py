@@ -1,6 +1,6 @@
 """Tool calls as Hermes and Qwen models write them: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
 
-A block that is not exactly that stays text: the agent sees what the model said, and nothing is repaired into a call.
+A block that is not exactly that stays text: the agent sees what the model wrote, and nothing is repaired into a call.
 """
 
 from areal.trajectory.parsers.base import (
@@ -40,5 +40,5 @@ class Hermes(ToolSyntax):
         if end is None:
             return None
         call = named_call(read_json(text[begin:end]), ("arguments",))
-        behind = after_mark(text, end, CALL_END)
-        return None if behind is None else Block([call], behind)
+        after = after_mark(text, end, CALL_END)
+        return None if after is None else Block([call], after)

@@ -1,6 +1,7 @@
 """Tool calls as Llama 3 writes them: the answer is `{"name": ..., "parameters": {...}}`, several joined by `;`.
 
-JSON that begins an answer and is no call, and calls in the middle of text, are text. `<|python_tag|>` may open a call.
+`<|python_tag|>` may open a call. JSON at the beginning of an answer that is not a call is text, and so are calls in the
+middle of text.
 """
 
 from areal.trajectory.parsers.base import (

@@ -1,4 +1,4 @@
-"""Tool calls as Mistral writes them: behind `[TOOL_CALLS]` a JSON list of calls or, in newer ones, NAME[ARGS]{...}."""
+"""Tool calls as Mistral writes them: after `[TOOL_CALLS]` a JSON list of calls or, in newer models, NAME[ARGS]{...}."""
 
 import re
 from collections.abc import Sequence
@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 from areal.trajectory.parsers.base import (
-    PLAIN_NAME,
     Block,
     CallFrame,
     ToolCall,
@@ -16,6 +15,7 @@ from areal.trajectory.parsers.base import (
     json_end,
     named_call,
     read_json,
+    require_plain_names,
     write_json,
 )
 
@@ -29,6 +29,7 @@ class Mistral(ToolSyntax):
     name = "mistral"
     marks = (MARK,)
     closers = ("]", "}")
+    short_call_ids = True
     frame = CallFrame(
         begin=MARK + " [",
         before_name='{"name": "',
@@ -59,8 +60,7 @@ class MistralNamed(Mistral):
     frame = CallFrame(before_name=MARK, before_arguments="[ARGS]")
 
     def render(self, calls: Sequence[ToolCall]) -> str:
-        if not all(PLAIN_NAME.fullmatch(call.name) for call in calls):
-            raise ValueError(f"a tool's name must be plain, got {[call.name for call in calls]}")
+        require_plain_names(calls)
         ids = [f"[CALL_ID]{call.written_id}" if call.written_id else "" for call in calls]
         pairs = zip(calls, ids, strict=True)
         return "".join(f"{MARK}{call.name}{mark}[ARGS]{write_json(call.arguments)}" for call, mark in pairs)

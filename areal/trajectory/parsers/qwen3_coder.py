@@ -8,7 +8,8 @@
     </function>
     </tool_call>
 
-A value's type is what the tool's schema declares. Text that is not of that type is handed on as text: the tool says no.
+A value's type is what the tool's schema declares. Text that is not of that type is handed on as text, for the tool to
+refuse.
 """
 
 import re
@@ -34,7 +35,7 @@ FUNCTION_END = "</function>"
 
 _NAME = re.compile(r"([^<>\n]+)>")
 _LITERALS = {"True": True, "False": False, "None": None}
-"""As templates write Python's values."""
+"""Python's values as templates write them."""
 
 _TYPES: dict[str, tuple[type, ...]] = {
     "integer": (int,),
@@ -71,8 +72,8 @@ class Qwen3Coder(ToolSyntax):
             if key in arguments:
                 raise ValueError(f"{key} is given twice")
             arguments[key] = _typed(value, schema.get("properties", {}).get(key), schema)
-        behind = after_mark(text, at, FUNCTION_END)
-        end = None if behind is None else after_mark(text, behind, CALL_END)
+        after = after_mark(text, at, FUNCTION_END)
+        end = None if after is None else after_mark(text, after, CALL_END)
         return None if end is None else Block([ToolCall(name, arguments)], end)
 
     def render(self, calls: Sequence[ToolCall]) -> str:
@@ -89,7 +90,7 @@ def _name(text: str, at: int) -> tuple[str, int] | None:
 
 
 def _parameter(text: str, at: int) -> tuple[str, str, int] | None:
-    """Name, text, and where the next one may stand; the line breaks beside the text belong to the format."""
+    """Name, text, and where the next one may begin; the line breaks around the text belong to the format."""
     named = _name(text, at + len(PARAMETER))
     end = -1 if named is None else text.find(PARAMETER_END, named[1])
     if named is None or end < 0:
@@ -116,7 +117,7 @@ def _typed(text: str, schema: Any, root: dict[str, Any]) -> Any:
 
 
 def declared_types(schema: Any, root: dict[str, Any], depth: int = 8) -> set[str]:
-    """The JSON types that a schema allows; empty = it does not say."""
+    """The JSON types that a schema allows; empty = it names none."""
     if not isinstance(schema, dict) or not depth:
         return set()
     if isinstance(reference := schema.get("$ref"), str):
@@ -148,5 +149,5 @@ def _render(call: ToolCall) -> str:
 
 def _plain(name: str) -> str:
     if not _NAME.fullmatch(name + ">"):
-        raise ValueError(f"a name must be plain to stand in a tag, got {name!r}")
+        raise ValueError(f"a name in a tag must not hold <, > or line breaks, got {name!r}")
     return name

@@ -1,4 +1,4 @@
-"""Which parsers a model needs: told by name, or read off its chat template."""
+"""Which parsers a model needs: by name, or as its chat template shows."""
 
 from collections.abc import Iterable
 from types import MappingProxyType
@@ -12,10 +12,10 @@ from areal.trajectory.parsers.mistral import MARK, Mistral, MistralNamed
 from areal.trajectory.parsers.qwen3_coder import Qwen3Coder
 from areal.trajectory.parsers.reader import AnswerFormat, ReasoningMarks
 
-Named = TypeVar("Named", ToolSyntax, ReasoningMarks)
+_Parser = TypeVar("_Parser", ToolSyntax, ReasoningMarks)
 
 
-def _by_name(parsers: Iterable[Named]) -> "MappingProxyType[str, Named]":
+def _by_name(parsers: Iterable[_Parser]) -> "MappingProxyType[str, _Parser]":
     return MappingProxyType({parser.name: parser for parser in parsers})
 
 
@@ -28,16 +28,16 @@ NONE = "none"
 
 
 def choose(template: Any, tool_parser: str | None = None, reasoning_parser: str | None = None) -> AnswerFormat:
-    """The parsers of these names; None = what the template shows. Raises ValueError with the choices."""
-    shown = detect(template)
-    calls = shown.calls if tool_parser is None else _named("tool_parser", tool_parser, TOOL_PARSERS)
+    """The parsers of these names; None = as the template shows. Raises ValueError, which lists the choices."""
+    detected = detect(template)
+    calls = detected.calls if tool_parser is None else _named("tool_parser", tool_parser, TOOL_PARSERS)
     if reasoning_parser is None or reasoning_parser == NONE:
-        return AnswerFormat(calls, shown.reasoning if reasoning_parser is None else None)
+        return AnswerFormat(calls, detected.reasoning if reasoning_parser is None else None)
     return AnswerFormat(calls, _named("reasoning_parser", reasoning_parser, REASONING_PARSERS, NONE))
 
 
 def detect(template: Any) -> AnswerFormat:
-    """Told by the marks that a chat template writes; it is a text, or texts by name. Hermes where it shows no calls."""
+    """The parsers for the marks in a chat template (one text, or texts by name); Hermes if it has none for calls."""
     text = template if isinstance(template, str) else "\n".join(map(str, dict(template).values()))
     marks = next((marks for marks in REASONING_PARSERS.values() if marks.close in text), None)
     return AnswerFormat(TOOL_PARSERS[_tool_parser(text)], marks)
@@ -55,7 +55,7 @@ def _tool_parser(template: str) -> str:
     return Hermes.name
 
 
-def _named(what: str, name: str, choices: "MappingProxyType[str, Named]", *more: str) -> Named:
+def _named(what: str, name: str, choices: "MappingProxyType[str, _Parser]", *more: str) -> _Parser:
     if name not in choices:
         raise ValueError(
             f"{what} must be one of {', '.join([*choices, *more])}, got {name!r}; None reads it off the template"

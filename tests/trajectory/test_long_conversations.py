@@ -30,7 +30,7 @@ def script(style: str, random: Random, tool_loop: bool) -> tuple[str, bool]:
 
 def play(style: str, seed: int, tool_loop: bool, *, whole: bool) -> list[tuple[list[int], bool]]:
     chat = Talk(Tree(Renderer(chat_tokenizer(style))))
-    chat.tree.renderer.windows.trusted = not whole
+    chat.tree.renderer.skips_middle = not whole
     random = Random(seed)
     messages: list[dict[str, Any]] = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "begin"}]
     prompts = []
@@ -43,7 +43,7 @@ def play(style: str, seed: int, tool_loop: bool, *, whole: bool) -> list[tuple[l
         assert bool(made) == calls or STYLES[style].opens_thinking
         results = [{"role": "tool", "content": f"{turn}", "tool_call_id": call["id"]} for call in made]
         messages = [*messages, node.message, *(results or [{"role": "user", "content": f"question {turn}"}])]
-    assert chat.tree.renderer.windows.trusted != whole
+    assert chat.tree.renderer.skips_middle != whole
     return prompts
 
 
@@ -90,4 +90,4 @@ def test_template_that_counts_messages_is_found_out(caplog):
             known = chat.tree.renderer.render(messages, None)
             assert chat.tree.token_ids(node)[: -len(node.output_ids)] == chat.ids(known)
             messages = [*messages, node.message, {"role": "user", "content": "question"}]
-    assert not chat.tree.renderer.windows.trusted
+    assert not chat.tree.renderer.skips_middle

@@ -1,4 +1,4 @@
-"""Conversations with pictures: the ids are the processor's, each picture is stored once, and rows have theirs."""
+"""Conversations with images: the ids are the processor's, each image is stored once, and rows have theirs."""
 
 from pathlib import Path
 from typing import Any
@@ -10,11 +10,11 @@ from tiny_processor import PARTS_ONLY_TEMPLATE, TOKENS_PER_PICTURE, png, save_pr
 
 from areal.api.errors import ModelError, RequestError
 from areal.trajectory import Renderer, Tree, export, transcript
-from areal.trajectory.message import Picture, content_of
+from areal.trajectory.message import Image, content_of
 from areal.utils.hf_utils import load_hf_processor, load_hf_tokenizer
 from areal.utils.images import decode_image
 
-RED, BLUE = Picture(png("red")), Picture(png("blue"))
+RED, BLUE = Image(png("red")), Image(png("blue"))
 
 
 @pytest.fixture(scope="module")
@@ -32,13 +32,13 @@ def chat(renderer: Renderer) -> Talk:
     return Talk(Tree(renderer))
 
 
-def user(*said: str | Picture) -> dict[str, Any]:
+def user(*said: str | Image) -> dict[str, Any]:
     return {"role": "user", "content": content_of(said)}
 
 
-def by_processor(processor: Any, text: str, *pictures: Picture) -> list[int]:
-    images = [decode_image(picture.data) for picture in pictures]
-    return list(processor(text=[text], images=images, add_special_tokens=False)["input_ids"][0])
+def by_processor(processor: Any, text: str, *images: Image) -> list[int]:
+    decoded = [decode_image(image.data) for image in images]
+    return list(processor(text=[text], images=decoded, add_special_tokens=False)["input_ids"][0])
 
 
 def test_prompt_has_the_ids_of_the_processor(chat: Talk, processor: Any) -> None:
@@ -46,10 +46,10 @@ def test_prompt_has_the_ids_of_the_processor(chat: Talk, processor: Any) -> None
     text = "<|im_start|>user\nWhat is <image> and <image>?<|im_end|>\n<|im_start|>assistant\n"
     assert prompt.ids == by_processor(processor, text, RED, BLUE)
     assert prompt.ids.count(processor.image_token_id) == 2 * TOKENS_PER_PICTURE
-    assert prompt.images == [RED.data, BLUE.data]
+    assert prompt.images == [RED, BLUE]
 
 
-def test_new_turn_with_a_new_picture_extends_the_ids_that_were_sampled(chat: Talk, processor: Any) -> None:
+def test_new_turn_with_a_new_image_extends_the_ids_that_were_sampled(chat: Talk, processor: Any) -> None:
     first = [user("What is ", RED)]
     letters = [token for letter in "a circle" for token in chat.ids(letter)]  # no tokenizer would write it so
     said = chat.say(first, [*letters, chat.end])
@@ -57,12 +57,12 @@ def test_new_turn_with_a_new_picture_extends_the_ids_that_were_sampled(chat: Tal
     behind = by_processor(processor, "\n<|im_start|>user\nAnd <image>?<|im_end|>\n<|im_start|>assistant\n", BLUE)
     assert prompt.extends
     assert prompt.ids == [*said.prompt_ids.tolist(), *letters, chat.end, *behind]
-    assert prompt.images == [RED.data, BLUE.data]
-    assert prompt.new_pictures == [BLUE]
+    assert prompt.images == [RED, BLUE]
+    assert prompt.new_images == [BLUE]
 
 
 @pytest.mark.parametrize("style", ["individual", "concat"])
-def test_rows_have_the_pictures_of_their_token_path(chat: Talk, processor: Any, style: Any) -> None:
+def test_rows_have_the_images_of_their_token_path(chat: Talk, processor: Any, style: Any) -> None:
     messages = [user("What is ", RED)]
     for more in (user("And ", BLUE), user("Sure?")):
         messages += [chat.say(messages, "a circle").message, more]
@@ -78,17 +78,17 @@ def test_rows_have_the_pictures_of_their_token_path(chat: Talk, processor: Any, 
         assert places == TOKENS_PER_PICTURE * len(row.images)
 
 
-def test_picture_that_is_sent_again_is_stored_once(chat: Talk, renderer: Renderer) -> None:
-    album = renderer.sight.album
-    messages = [user(album.picture(png("red")))]
+def test_image_that_is_sent_again_is_stored_once(chat: Talk, renderer: Renderer) -> None:
+    cache = renderer.image_processor.cache
+    messages = [user(cache.get(png("red")))]
     said = chat.say(messages, "a circle")
-    again = [user(album.picture(png("red"))), said.message, user("Sure?")]
+    again = [user(cache.get(png("red"))), said.message, user("Sure?")]
     chat.say(again, "yes")
-    assert [len(node.pictures) for node in chat.tree.completions] == [1, 0]
-    assert again[0]["content"][0]["image"] is said.pictures[0]
+    assert [len(node.images) for node in chat.tree.completions] == [1, 0]
+    assert again[0]["content"][0]["image"] is said.images[0]
 
 
-def test_another_picture_is_another_conversation(chat: Talk) -> None:
+def test_another_image_is_another_conversation(chat: Talk) -> None:
     said = chat.say([user("What is ", RED)], "a circle")
     prompt = chat.tree.prompt([user("What is ", BLUE), said.message, user("Sure?")])
     assert prompt.parent is None
@@ -99,31 +99,31 @@ def test_texts_beside_each_other_mean_the_same_as_one(chat: Talk) -> None:
     assert chat.tree.prompt([user("What is this: ", RED), said.message, user("Sure?")]).extends
 
 
-def test_transcript_names_pictures(chat: Talk) -> None:
+def test_transcript_names_images(chat: Talk) -> None:
     chat.say([user("What is ", RED, "?")], "a circle")
     assert transcript(chat.tree)[0] == {"role": "user", "content": "What is [image 40x32 png]?"}
 
 
 @pytest.mark.parametrize("said", [["<image>"], ["What is <image> and ", RED]])
-def test_text_that_looks_like_a_picture_is_refused(chat: Talk, said: list[Any]) -> None:
-    with pytest.raises(RequestError, match="'<image>' stands for what is no text"):
+def test_text_that_looks_like_a_image_is_refused(chat: Talk, said: list[Any]) -> None:
+    with pytest.raises(RequestError, match="'<image>' is reserved for what is not text"):
         chat.tree.prompt([user(*said)])
 
 
-def test_broken_picture_is_the_callers_error(chat: Talk) -> None:
+def test_broken_image_is_the_callers_error(chat: Talk) -> None:
     with pytest.raises(RequestError, match="must be whole"):
-        chat.tree.prompt([user(Picture(png("red")[:-40]))])
+        chat.tree.prompt([user(Image(png("red")[:-40]))])
 
 
-def test_many_big_pictures_are_not_decoded_at_once(chat: Talk) -> None:
-    big = Picture(png("red", (5792, 5792)))
+def test_many_big_images_are_not_decoded_at_once(chat: Talk) -> None:
+    big = Image(png("red", (5792, 5792)))
     with pytest.raises(RequestError, match="may have 134217728 pixels"):
         chat.tree.prompt([user(*[big] * 5)])
 
 
-def test_model_without_a_processor_refuses_pictures(vision_directory: Path) -> None:
+def test_model_without_a_processor_refuses_images(vision_directory: Path) -> None:
     tree = Tree(Renderer(load_hf_tokenizer(vision_directory)))
-    with pytest.raises(RequestError, match="this model sees no pictures"):
+    with pytest.raises(RequestError, match="this model takes no images"):
         tree.prompt([user(RED)])
 
 
@@ -137,9 +137,9 @@ def test_template_that_reads_only_parts_gets_parts(tmp_path: Path) -> None:
     assert said.prompt_ids.tolist() == renderer.encode(text + "<|im_start|>assistant\n", [RED])
 
 
-def test_template_that_knows_no_pictures_is_refused_at_once(vision_directory: Path, tmp_path: Path) -> None:
+def test_template_that_knows_no_images_is_refused_at_once(vision_directory: Path, tmp_path: Path) -> None:
     save_processor(tmp_path, "{%- for message in messages %}{{- message.role }}{%- endfor %}")
-    with pytest.raises(ModelError, match=r"must write one of the processor's tokens \['<image>'\] for a picture"):
+    with pytest.raises(ModelError, match=r"must write one of the processor's tokens \['<image>'\] for an image"):
         Renderer(load_hf_tokenizer(tmp_path), processor=load_hf_processor(tmp_path))
 
 
