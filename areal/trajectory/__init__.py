@@ -1,7 +1,10 @@
 """Conversations as messages and as tokens: what was sampled is remembered exactly, rewarded, and exported to rows.
 
-Owns the tree of completions of one session, the rendering of messages to token ids, the reading of token ids back into
-messages. Refuses to know where tokens come from (the engine) and how a client spells a request (the proxy's dialects).
+`tree` places a call: `matching` tells which recorded conversation it continues, `rendering` which ids it adds. `answer`
+reads what the engine sampled with the `parsers` of the model, and the tree records it. Once the agent has given its
+`rewards`, `export` cuts the tree into rows; `tensors` knows them as the dict that users see.
+
+Refuses to know where tokens come from (the engine) and how a client spells a request (the proxy's dialects).
 """
 
 from areal.trajectory.export import export, transcript

@@ -138,16 +138,16 @@ def _resolve(reference: str, root: dict[str, Any]) -> Any:
 
 
 def _render(call: ToolCall) -> str:
-    lines = [CALL_BEGIN, f"{FUNCTION}{_plain(call.name)}>"]
+    lines = [CALL_BEGIN, f"{FUNCTION}{_checked_name(call.name)}>"]
     for key, value in call.arguments.items():
         text = value if isinstance(value, str) else write_json(value)
         if PARAMETER_END in text:
             raise ValueError(f"a value must not hold {PARAMETER_END}, got {text!r}")
-        lines += [f"{PARAMETER}{_plain(key)}>", text, PARAMETER_END]
+        lines += [f"{PARAMETER}{_checked_name(key)}>", text, PARAMETER_END]
     return "\n".join([*lines, FUNCTION_END, CALL_END])
 
 
-def _plain(name: str) -> str:
+def _checked_name(name: str) -> str:
     if not _NAME.fullmatch(name + ">"):
         raise ValueError(f"a name in a tag must not hold <, > or line breaks, got {name!r}")
     return name
