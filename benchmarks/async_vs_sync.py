@@ -1,9 +1,9 @@
-"""How much faster is learning beside generation than after it? The same steps with η = 0, 2 and 4.
+"""How much faster is training while episodes run than after them? The same steps with η = 0, 2 and 4.
 
-Compute-bound: RLVRWorkflow on the built-in model, one thread per process, beside the ceiling that the split between
-generating and training measured at η = 0 allows: (generate + train) / the longer of both. Wait-bound: an OpenAI-SDK
+Compute-bound: RLVRWorkflow on the built-in model, one thread per process, compared with the ceiling that the split
+between generating and training at η = 0 allows: (generate + train) / the longer of both. Wait-bound: an OpenAI-SDK
 agent whose tool waits are lognormal (mean 0.5 s, sigma 1.0; the wait is simulated, everything else is real), 64
-episodes at once, 32 per step. Every run ends with the same held-out evaluation: being faster must not cost reward.
+episodes at once, 32 per step. Every run ends with the same held-out evaluation: speed must not cost reward.
 """
 
 import asyncio
@@ -23,11 +23,11 @@ ETAS = (0, 2, 4)
 WAIT_MEAN_SECONDS, WAIT_SIGMA = 0.5, 1.0
 STEPS = {"compute": 80, "wait": 40}
 HEAD_START = 6
-"""First steps that are not counted: their episodes were begun before the first of them."""
+"""First steps, which are not counted: their episodes began before the first of them."""
 PROBLEMS = 2000
-"""Held-out; the difference of two success rates over so many has a deviation of 0.015."""
+"""Held-out; with so many, the difference of two success rates has a standard deviation of 0.015."""
 SAME_REWARD = 0.06
-"""Four of those: runs also differ in what they happened to sample."""
+"""Four standard deviations: runs also differ in what they happen to sample."""
 
 
 class LognormalToolAgent(MathAgent):
@@ -60,15 +60,15 @@ WAIT = (
 
 
 def train(kind: str, eta: int, *overrides: str) -> dict[str, Any]:
-    """One run; seconds are per step, of which those spent waiting for episodes."""
+    """One run; seconds are per step, with those spent waiting for episodes."""
     from areal import PPOTrainer
     from areal.trainer.logs import read_metrics
 
     words = dict(word.split("=", 1) for word in overrides)
     workflow, eval_workflow = words.pop("workflow"), words.pop("eval_workflow", None)
-    with tempfile.TemporaryDirectory() as place:
+    with tempfile.TemporaryDirectory() as output_dir:
         settings = {
-            "output_dir": place,
+            "output_dir": output_dir,
             "total_train_steps": str(STEPS[kind]),
             "rollout.max_head_offpolicyness": str(eta),
             "evaluator.freq_steps": "null",

@@ -1,9 +1,8 @@
 """Does generation go on while the trainer trains? The same steps with rollout.max_head_offpolicyness (η) 0 and 2.
 
-On the built-in model: RLVRWorkflow and an OpenAI-SDK agent, both bound by the processors, and an agent that awaits a
-tool for 0.3 s first, bound by waiting. The peer of η = 2 is η = 0 of the same run. Overlap is the share of training
-time in which the engine produced tokens too, from recorded intervals (decode steps less than 5 ms apart count as one
-interval).
+On the built-in model: RLVRWorkflow and an OpenAI-SDK agent, both bound by the processors, and an agent that first waits
+0.3 s for a tool, bound by waiting. η = 2 is compared with η = 0 of the same run. Overlap is the share of training time
+in which the engine produced tokens too, from recorded intervals (decode steps less than 5 ms apart count as one).
 """
 
 import asyncio
@@ -32,10 +31,10 @@ def train(agent: str, staleness: int, steps: int, *overrides: str) -> dict[str, 
     """One run of the example; returns its summary."""
     from areal import PPOTrainer
 
-    with tempfile.TemporaryDirectory() as place:
+    with tempfile.TemporaryDirectory() as output_dir:
         words = [
             f"--config={EXAMPLE}",
-            f"output_dir={place}",
+            f"output_dir={output_dir}",
             f"total_train_steps={steps}",
             f"rollout.max_head_offpolicyness={staleness}",
             "evaluator.freq_steps=null",

@@ -1,7 +1,7 @@
-"""Does `areal simulate` foretell a run? One with η = 0 is recorded, one with η = 2 foretold, then made five times.
+"""Does `areal simulate` predict a run? One with η = 0 is recorded, one with η = 2 predicted and then made five times.
 
-The agent waits for a tool whose latency is lognormal (mean 0.5 s, sigma 1.0); everything else is real. The peer of the
-prediction is the median of the real runs. Beside it, how long the whole prediction took.
+The agent waits for a tool whose latency is lognormal (mean 0.5 s, sigma 1.0); everything else is real. The prediction
+is compared with the median of the real runs. Also reported: how long the prediction took.
 """
 
 import statistics
@@ -22,7 +22,7 @@ REPEATS = 5
 
 
 def train(place: Path, name: str, eta: int) -> tuple[Path, float]:
-    """A run's directory, and its seconds per step beyond the head start."""
+    """A run's directory, and its seconds per step after the head start."""
     from areal import PPOTrainer
     from areal.trainer.logs import read_metrics
 
@@ -61,14 +61,14 @@ def run() -> tuple[dict[str, Any], list[Aim]]:
             steps=STEPS * 5,
             cores=CORES,
         )
-        foretold = predict(scenario).seconds / scenario.steps
+        predicted = predict(scenario).seconds / scenario.steps
         predicting = time.monotonic() - began
         real = [train(place, f"real{number}", 2)[1] for number in range(REPEATS)]
     median = statistics.median(real)
-    print(f"foretold {foretold:.3f} s per step, real {[round(each, 3) for each in real]}", file=sys.stderr)
+    print(f"predicted {predicted:.3f} s per step, real {[round(each, 3) for each in real]}", file=sys.stderr)
     figures = {
         "synchronous_step_seconds": synchronous,
-        "foretold_step_seconds": foretold,
+        "predicted_step_seconds": predicted,
         "real_step_seconds": real,
         "median": median,
         "prediction_seconds": predicting,
@@ -76,7 +76,7 @@ def run() -> tuple[dict[str, Any], list[Aim]]:
         "client": vars(trace.client),
         "trainer": vars(trace.trainer),
     }
-    return figures, [Aim.at_most("error of the prediction against the median of 5", abs(foretold / median - 1), 0.2)]
+    return figures, [Aim.at_most("error of the prediction against the median of 5", abs(predicted / median - 1), 0.2)]
 
 
 if __name__ == "__main__":
