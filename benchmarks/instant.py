@@ -1,8 +1,8 @@
-"""The proxy on an engine that costs nothing, as a process: `python -m benchmarks.instant SESSIONS`.
+"""The proxy on an engine that takes no time, as a process: `python -m benchmarks.instant SESSIONS`.
 
-Prints one JSON line (origin, sessions' base URLs and keys), answers `{"cpu": …, "rss": …}` for every line it reads,
-and ends at the end of its input. With `--upstream` it is a bare OpenAI-compatible server with a constant answer
-instead: what another proxy is pointed at.
+It prints one JSON line with the base URLs and keys of its sessions, answers every line of its input with `{"cpu": …,
+"rss": …}`, and exits at the end of its input. With `--upstream` it is instead a bare OpenAI-compatible server with a
+constant answer, for another proxy to forward to.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ ANSWER = "1259"
 
 
 class InstantEngine:
-    """Answers every prompt with the same few tokens at once."""
+    """Answers every prompt at once, with the same few tokens."""
 
     def __init__(self, answer: list[int]) -> None:
         self._answer = answer
@@ -57,7 +57,7 @@ async def instant_proxy() -> Any:
 
 
 def upstream_app() -> Any:
-    """A constant chat completion, in raw ASGI."""
+    """Answers every request with the same chat completion, in raw ASGI."""
     body = json.dumps(
         {
             "id": "chatcmpl-0",

@@ -1,4 +1,4 @@
-"""Peers of a benchmark, each in an environment of its own under the user's cache, installed on first use."""
+"""The peers that benchmarks compare with: each has an environment under the user's cache, installed on first use."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ from areal.utils.threads import ALONE
 
 
 def cache_directory() -> Path:
-    """Where benchmarks keep what they need again."""
+    """Where benchmarks keep environments and models between runs."""
     base = os.environ.get("AREAL_CACHE") or os.path.join(
         os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "areal"
     )
@@ -19,7 +19,7 @@ def cache_directory() -> Path:
 
 
 def peer_environment(name: str, requirements: list[str], without: Sequence[str] = ()) -> Path:
-    """The bin directory of a virtual environment that has `requirements`, and not what came along and is `without`."""
+    """The bin directory of a virtual environment with `requirements` but `without` those packages."""
     place = cache_directory() / "peers" / name
     stamp = place / "installed.txt"
     wanted = "\n".join(requirements)
@@ -35,5 +35,5 @@ def peer_environment(name: str, requirements: list[str], without: Sequence[str] 
 
 
 def outside_variables() -> dict[str, str]:
-    """The environment as it was before this package set up its own threads: peers run as they would by themselves."""
+    """The environment without this package's own thread settings, so that peers run as they would by themselves."""
     return {name: value for name, value in os.environ.items() if ALONE.get(name) != value}

@@ -1,4 +1,4 @@
-"""How every benchmark says what it found: figures for people, then one JSON object with its aims on the last line."""
+"""How every benchmark reports: lines for people, then one JSON object with the figures and aims on the last line."""
 
 import argparse
 import json
@@ -26,7 +26,7 @@ class Aim:
 def main(
     doc: str, run: Callable[[], tuple[dict[str, Any], list[Aim]]], parser: argparse.ArgumentParser | None = None
 ) -> None:
-    """Run a benchmark and print its report; `--json` leaves out the lines for people. `parser` has its own options."""
+    """Run a benchmark and print its report; `--json` leaves out the lines for people. `parser` may add options."""
     parser = parser or argparse.ArgumentParser(description=doc.split("\n")[0])
     parser.add_argument("--json", action="store_true", help="print nothing but the JSON object on standard output")
     quiet = parser.parse_args().json

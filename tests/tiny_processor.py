@@ -1,4 +1,4 @@
-"""A model's processor for pictures, as small as they come: real classes of transformers, made here."""
+"""The smallest image processor and vision model that transformers can make, for tests."""
 
 import base64
 import io
@@ -8,7 +8,7 @@ from typing import Any
 from areal.engine.builtin.tokenizer import make_tokenizer
 
 POSITIONS = 2048
-TOKENS_PER_PICTURE = 16
+TOKENS_PER_IMAGE = 16
 TEMPLATE = """\
 {%- for message in messages %}
 {{- '<|im_start|>' + message.role + '\\n' }}
@@ -30,19 +30,19 @@ PARTS_ONLY_TEMPLATE = """\
 {{- '<|im_end|>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
-"""Pictures first, and no text that is not a part: as LLaVA's own."""
+"""Images first, and text only as parts: like LLaVA's own template."""
 
 
 def save_processor(directory: Path, template: str = TEMPLATE) -> None:
-    """LLaVA's, of pictures of 32x32 in patches of 8x8."""
+    """LLaVA's processor, for images of 32x32 pixels in patches of 8x8."""
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
     from transformers.models.llava.processing_llava import LlavaProcessor
 
     tokenizer = make_tokenizer(["What is in the picture? a red circle, a blue square"] * 4, 300, POSITIONS)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
-    eyes = CLIPImageProcessorPil(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
+    image_processor = CLIPImageProcessorPil(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
     processor: Any = LlavaProcessor(
-        eyes,
+        image_processor,
         tokenizer,
         patch_size=8,
         vision_feature_select_strategy="default",
@@ -53,20 +53,18 @@ def save_processor(directory: Path, template: str = TEMPLATE) -> None:
 
 
 def save_model(directory: Path) -> None:
-    """The model that goes with it, with random weights."""
+    """The processor and its model, with random weights."""
     import torch
     from transformers import AutoTokenizer, CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
     save_processor(directory)
     sizes = {"num_hidden_layers": 2, "num_attention_heads": 2}
-    eyes = CLIPVisionConfig(hidden_size=32, intermediate_size=32, image_size=32, patch_size=8, **sizes)
-    words = LlamaConfig(
-        vocab_size=512, hidden_size=32, intermediate_size=32, max_position_embeddings=POSITIONS, **sizes
-    )
+    vision = CLIPVisionConfig(hidden_size=32, intermediate_size=32, image_size=32, patch_size=8, **sizes)
+    text = LlamaConfig(vocab_size=512, hidden_size=32, intermediate_size=32, max_position_embeddings=POSITIONS, **sizes)
     tokenizer = AutoTokenizer.from_pretrained(directory)
     torch.manual_seed(0)
     image = tokenizer.convert_tokens_to_ids("<image>")
-    config = LlavaConfig(vision_config=eyes, text_config=words, image_token_index=image)
+    config = LlavaConfig(vision_config=vision, text_config=text, image_token_index=image)
     LlavaForConditionalGeneration(config).save_pretrained(directory)
 
 

@@ -8,7 +8,7 @@ import openai
 import pytest
 from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
-from tiny_processor import POSITIONS, TOKENS_PER_PICTURE, data_url, png
+from tiny_processor import POSITIONS, TOKENS_PER_IMAGE, data_url, png
 
 from areal.config.rollout import GenerationHyperparameters
 from areal.proxy import ArealOpenAI, Proxy, Session
@@ -63,7 +63,7 @@ async def test_three_dialects_show_the_same(
     message = await claude.messages.create(model="m", max_tokens=64, messages=[{"role": "user", "content": blocks}])
     first, *others = engine.requests
     assert first.images == [RED]
-    assert first.input_ids.count(sight.image_token_id) == TOKENS_PER_PICTURE
+    assert first.input_ids.count(sight.image_token_id) == TOKENS_PER_IMAGE
     for other in others:
         assert (other.input_ids, other.images) == (first.input_ids, [RED])
     assert chat.usage.prompt_tokens == written.usage.input_tokens == message.usage.input_tokens == len(first.input_ids)

@@ -6,7 +6,7 @@ from typing import Any
 import cloudpickle
 import pytest
 from scripted_talk import Talk
-from tiny_processor import PARTS_ONLY_TEMPLATE, TOKENS_PER_PICTURE, png, save_processor
+from tiny_processor import PARTS_ONLY_TEMPLATE, TOKENS_PER_IMAGE, png, save_processor
 
 from areal.api.errors import ModelError, RequestError
 from areal.trajectory import Renderer, Tree, export, transcript
@@ -45,7 +45,7 @@ def test_prompt_has_the_ids_of_the_processor(chat: Talk, processor: Any) -> None
     prompt = chat.tree.prompt([user("What is ", RED, " and ", BLUE, "?")])
     text = "<|im_start|>user\nWhat is <image> and <image>?<|im_end|>\n<|im_start|>assistant\n"
     assert prompt.ids == by_processor(processor, text, RED, BLUE)
-    assert prompt.ids.count(processor.image_token_id) == 2 * TOKENS_PER_PICTURE
+    assert prompt.ids.count(processor.image_token_id) == 2 * TOKENS_PER_IMAGE
     assert prompt.images == [RED, BLUE]
 
 
@@ -75,7 +75,7 @@ def test_rows_have_the_images_of_their_token_path(chat: Talk, processor: Any, st
     assert [row.images for row in rows] == expected[style]
     for row in rows:
         places = int((row.input_ids == processor.image_token_id).sum())
-        assert places == TOKENS_PER_PICTURE * len(row.images)
+        assert places == TOKENS_PER_IMAGE * len(row.images)
 
 
 def test_image_that_is_sent_again_is_stored_once(chat: Talk, renderer: Renderer) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import cloudpickle
 import pytest
-from tiny_processor import TOKENS_PER_PICTURE, png
+from tiny_processor import TOKENS_PER_IMAGE, png
 
 from areal.engine.builtin.tokenizer import make_tokenizer
 from areal.utils.hf_utils import load_hf_processor, load_hf_tokenizer
@@ -52,7 +52,7 @@ def test_processor_shows_pictures_and_its_tokenizer_gives_plain_lists(vision_dir
     ids = processor.tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True)
     assert isinstance(ids, list)
     shown = processor(text=["<image>"], images=[decode_image(png())])
-    assert len(shown["input_ids"][0]) == TOKENS_PER_PICTURE
+    assert len(shown["input_ids"][0]) == TOKENS_PER_IMAGE
 
 
 def test_directory_without_a_processor_has_none(directory: Path, tmp_path: Path) -> None:

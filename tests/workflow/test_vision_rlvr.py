@@ -6,7 +6,7 @@ from typing import Any
 import cloudpickle
 import pytest
 from PIL import Image
-from tiny_processor import POSITIONS, TOKENS_PER_PICTURE, data_url, png
+from tiny_processor import POSITIONS, TOKENS_PER_IMAGE, data_url, png
 
 from areal.api.errors import WorkflowError
 from areal.api.messages import GroupResult
@@ -49,7 +49,7 @@ async def test_row_has_expanded_placeholders_and_its_pictures(tokenizer: Any, en
     workflow = VisionRLVRWorkflow(right, GCONFIG, tokenizer)
     row = await workflow.arun_episode(engine, {"messages": SHOWN, "answer": "a red circle"})
     assert row["images"] == [[RED]]
-    assert row["input_ids"][0].tolist().count(tokenizer.convert_tokens_to_ids("<image>")) == TOKENS_PER_PICTURE
+    assert row["input_ids"][0].tolist().count(tokenizer.convert_tokens_to_ids("<image>")) == TOKENS_PER_IMAGE
     assert row["rewards"].tolist() == [1.0]
     assert concat_padded_tensors([row, row])["images"] == [[RED], [RED]]
 
@@ -133,4 +133,4 @@ async def test_episode_keeps_pictures_on_its_way_to_the_trainer(tokenizer: Any, 
     episode, digests = await run_episode(door, {"messages": SHOWN}, WorkflowContext(), greedy=False, seconds=60)
     assert [row.images for row in episode.rows] == [[RED]]
     assert tensors_of_group(GroupResult(0, [episode, episode], [], digests))["images"] == [[RED], [RED]]
-    assert f"<image>×{TOKENS_PER_PICTURE}What is this?" in episode.messages[0]["content"]
+    assert f"<image>×{TOKENS_PER_IMAGE}What is this?" in episode.messages[0]["content"]
