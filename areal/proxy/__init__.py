@@ -1,14 +1,15 @@
-"""Let any agent talk to the policy over the wire it already speaks.
+"""Let any agent talk to the policy over the wire format it already speaks.
 
-Owns sessions and their keys, the HTTP app and its two doors (TCP and in-process), and the dialects. Refuses to know
-what an episode is, and never touches token ids itself: those belong to the trajectory.
+Owns sessions and their keys, the HTTP app, reached over TCP or in process, and the dialects. Refuses to know what an
+episode is, and never makes token ids itself: those belong to the trajectory.
 """
 
 from typing import TYPE_CHECKING, Any
 
+from areal.config.rollout import ProxyLimits
 from areal.proxy.interactions import Interaction
 from areal.proxy.proxy import Proxy
-from areal.proxy.sessions import NO_SESSION_KEY, ProxyLimits, Session
+from areal.proxy.sessions import NO_SESSION_KEY, Session
 
 if TYPE_CHECKING:
     from areal.proxy.direct_client import ArealOpenAI

@@ -1,146 +1,119 @@
-"""Somebody listens to the answer: while a call runs, its client going away, or its session ending, cancels it."""
+"""One call, from the claim of its answer to the last byte that its client gets.
 
-# MERGED-DOC
-# An answer on its way out, whole or while it is generated. Until its first byte it may still become a plain failure.
-#
-# The answer itself is a flight, which others may listen to as well; what is delivered here is one client's copy of it.
+A call is cancelled when its client disconnects or its session ends. Until the first byte is sent any failure is a plain
+error response; afterwards it ends the stream. The answer itself is a `SharedAnswer`, which retries of the call may be
+listening to as well; what is delivered here is one client's copy of it.
+"""
 
 import asyncio
-from abc import abstractmethod
-from collections.abc import Callable
 from contextlib import aclosing
-from types import TracebackType
 from typing import Any
 
 import orjson
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from areal.proxy.errors import ApiError, ClientGone, session_ended
-from areal.proxy.retries import SharedAnswer
-from areal.proxy.sessions import Session, too_many_calls
-from areal.proxy.types import CallMade, Event, EventWriter, Reply
+from areal.proxy.dialects.base import Dialect
+from areal.proxy.errors import ApiError, as_api_error, session_ended
+from areal.proxy.generation import Generation
+from areal.proxy.retries import Attempt, SharedAnswer
+from areal.proxy.sessions import Session
+from areal.proxy.types import Call, Event, EventWriter, Reply, ToolCallEvent
 from areal.trajectory.parsers.base import Reasoning, Text
 
-
-class Attendance:
-    """A block of the task that answers. Such a cancellation leaves it as ApiError 410 or ClientGone."""
-
-    def __init__(self, session: Session, receive: Receive, max_calls: int) -> None:
-        self._session = session
-        self._receive = receive
-        self._max_calls = max_calls
-
-    def check(self) -> None:
-        """Raises ApiError where one more call may not begin."""
-        if self._session.ended:  # while the body was on its way
-            raise session_ended()
-        if len(self._session.calls) >= self._max_calls:
-            raise too_many_calls(self._max_calls)
-
-    def __enter__(self) -> None:
-        self.check()
-        task = asyncio.current_task()
-        assert task is not None
-        self._task = task
-        self._listener = asyncio.ensure_future(_cancel_when_gone(task, self._receive))
-        self._session.calls.add(task)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._session.calls.discard(self._task)
-        gone = self._listener.done()
-        self._listener.cancel()
-        if kind is asyncio.CancelledError and (self._session.ended or gone):
-            self._task.uncancel()  # it was ours, and ends here
-            raise (session_ended() if self._session.ended else ClientGone()) from None
+JSON_TYPE = (b"content-type", b"application/json")
+STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
-async def _cancel_when_gone(task: asyncio.Task[Any], receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    task.cancel()
+class Delivery:
+    """An ASGI app that answers one call."""
 
-
-JSON = [(b"content-type", b"application/json")]
-EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-
-
-class Delivery(Response):
     def __init__(
-        self,
-        claim: Callable[[], SharedAnswer],
-        attendance: Attendance,
-        explain: Callable[[Exception], ApiError],
-        fail: Callable[[ApiError], Response],
+        self, generation: Generation, dialect: Dialect, session: Session, call: Call, attempt: Attempt
     ) -> None:
-        """`claim` finds the flight; `explain` makes a failure an answer, `fail` writes one before any byte."""
-        self._claim = claim
-        self._attendance = attendance
-        self._explain = explain
-        self._fail = fail
+        self._generation = generation
+        self._dialect = dialect
+        self._session = session
+        self._call = call
+        self._attempt = attempt
+        self._writer = dialect.writer(call) if call.stream else None
         self._began = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            async with self._claim() as flight:
-                with self._attendance:
-                    await self._deliver(flight, send)
-                    flight.delivered()
-        except ClientGone:
+            async with self._claim() as answer:
+                await self._attend(answer, receive, send)
+        except _ClientGone:
             return
         except Exception as error:
-            failure = self._explain(error)
-            if not self._began:
-                await self._fail(failure)(scope, receive, send)
-                return
-            await send(_body(self._broken(failure), more=False))
+            failure = as_api_error(error)
+            if self._began:
+                await send(_body(b"" if self._writer is None else self._writer.failure(failure)))
+            else:
+                await error_response(self._dialect, failure)(scope, receive, send)
 
-    @abstractmethod
-    async def _deliver(self, flight: SharedAnswer, send: Send) -> None: ...
+    def _claim(self) -> SharedAnswer:
+        retries = self._session.retries
+        try:
+            self._session.require_room_for_call()
+        except ApiError:
+            retries.note_refused(self._attempt)
+            raise
+        return retries.claim(self._attempt, self._begin_answer)
 
-    @abstractmethod
-    def _broken(self, failure: ApiError) -> bytes:
-        """How a failure ends an answer that has begun."""
+    def _begin_answer(self) -> SharedAnswer:
+        return SharedAnswer(self._generation.events(self._session, self._call))
 
-    async def _begin(self, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
+    async def _attend(self, answer: SharedAnswer, receive: Receive, send: Send) -> None:
+        """Send the answer while its client is connected and its session is open. Raises _ClientGone or ApiError 410."""
+        task = asyncio.current_task()
+        assert task is not None
+        watch = asyncio.ensure_future(_cancel_on_disconnect(task, receive))
+        self._session.calls.add(task)
+        try:
+            if self._writer is None:
+                await self._send_whole(answer, send)
+            else:
+                await self._send_events(answer, self._writer, send)
+            answer.delivered()
+        except asyncio.CancelledError:
+            if not self._session.ended and not watch.done():
+                raise
+            task.uncancel()  # the cancellation was for this call alone, and ends here
+            raise (session_ended() if self._session.ended else _ClientGone()) from None
+        finally:
+            self._session.calls.discard(task)
+            watch.cancel()
+
+    async def _send_whole(self, answer: SharedAnswer, send: Send) -> None:
+        body = orjson.dumps(self._dialect.render(self._call, await answer.whole()))
+        await self._send_head(send, [JSON_TYPE, (b"content-length", str(len(body)).encode())])
+        await send(_body(body))
+
+    async def _send_events(self, answer: SharedAnswer, writer: EventWriter, send: Send) -> None:
+        async with aclosing(answer.events()) as events:
+            async for event in events:
+                if not self._began:
+                    await self._send_head(send, STREAM_HEADERS)
+                # The last event also ends the body: clients stop reading after it.
+                last = isinstance(event, Reply) and bool(event.choices)
+                await send(_body(_written(writer, event), more=not last))
+                if last:
+                    return
+
+    async def _send_head(self, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         self._began = True
 
 
-class WholeAnswer(Delivery):
-    def __init__(self, render: Callable[[Reply], dict[str, Any]], *common: Any) -> None:
-        super().__init__(*common)
-        self._render = render
-
-    async def _deliver(self, flight: SharedAnswer, send: Send) -> None:
-        body = orjson.dumps(self._render(await flight.arrival()))
-        await self._begin(send, [*JSON, (b"content-length", str(len(body)).encode())])
-        await send(_body(body, more=False))
-
-    def _broken(self, failure: ApiError) -> bytes:
-        return b""
+class _ClientGone(Exception):
+    """The client has disconnected, so there is no one to answer."""
 
 
-class EventStream(Delivery):
-    def __init__(self, writer: EventWriter, *common: Any) -> None:
-        super().__init__(*common)
-        self._writer = writer
-
-    async def _deliver(self, flight: SharedAnswer, send: Send) -> None:
-        async with aclosing(flight.events()) as events:
-            async for event in events:
-                if not self._began:
-                    await self._begin(send, EVENTS)
-                # The last event is the end of the body too: clients stop reading behind it.
-                last = isinstance(event, Reply) and bool(event.choices)
-                await send(_body(_written(self._writer, event), more=not last))
-                if last:
-                    return
-
-    def _broken(self, failure: ApiError) -> bytes:
-        return self._writer.failure(failure)
+async def _cancel_on_disconnect(task: asyncio.Task[Any], receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    task.cancel()
 
 
 def _written(writer: EventWriter, event: Event) -> bytes:
@@ -148,11 +121,15 @@ def _written(writer: EventWriter, event: Event) -> bytes:
         return writer.text(event.text)
     if isinstance(event, Reasoning):
         return writer.reasoning(event.text)
-    if isinstance(event, CallMade):
-        return writer.call(event)
-    assert isinstance(event, Reply)
+    if isinstance(event, ToolCallEvent):
+        return writer.tool_call(event)
     return writer.end(event) if event.choices else writer.begin(event)
 
 
-def _body(body: bytes, more: bool = True) -> Message:
+def _body(body: bytes, more: bool = False) -> Message:
     return {"type": "http.response.body", "body": body, "more_body": more}
+
+
+def error_response(dialect: Dialect, failure: ApiError) -> Response:
+    body = orjson.dumps(dialect.error(failure))
+    return Response(body, failure.status, headers=failure.headers, media_type="application/json")

@@ -1,4 +1,4 @@
-"""The direct client: an `AsyncOpenAI` straight onto an engine, with the recording of the proxy and no network.
+"""The direct client: an `AsyncOpenAI` on top of an engine, with the recording of the proxy and no network.
 
 It is a proxy with one session and no listening socket. Belongs to one event loop and to one conversation space: make
 one per episode. It refuses to own the engine, which stays open.
@@ -11,28 +11,28 @@ from openai import AsyncOpenAI
 
 from areal.api.engine_api import InferenceEngine
 from areal.api.errors import RewardInvalid
-from areal.config.rollout import GenerationHyperparameters
-from areal.proxy.interactions import ExportStyle, Interaction, interactions
+from areal.config.rollout import GenerationHyperparameters, ProxyLimits
+from areal.proxy.interactions import Interaction, interactions
 from areal.proxy.proxy import Proxy
-from areal.proxy.sessions import ProxyLimits
 from areal.proxy.transport import CALL_SECONDS, in_process_transport
 from areal.trajectory import Tree, assign_reward
+from areal.trajectory.export import ExportStyle
 
 ORIGIN = "http://areal.invalid"
-"""A name that no network knows: calls to it never leave the process."""
+"""A name that resolves nowhere: calls to it never leave the process."""
 NO_LIMIT = 1 << 40
-"""Tokenizers that do not know how long their model's texts may be say numbers beyond this."""
+"""Tokenizers that do not know their model's context length report numbers beyond this."""
 
 
-class UnheardProxy(Proxy):
-    """Reached in this process only."""
+class _InProcessProxy(Proxy):
+    """A proxy that does not listen."""
 
     @property
     def origin(self) -> str:
         return ORIGIN
 
     def open_client(self) -> httpx.AsyncClient:
-        """A client that knows no network, so that making one reads no certificates."""
+        """A client without a network, so that making one reads no certificates."""
         transport = in_process_transport(httpx, self._app)
         return httpx.AsyncClient(transport=transport, timeout=CALL_SECONDS, trust_env=False)
 
@@ -51,12 +51,12 @@ class ArealOpenAI(AsyncOpenAI):
         max_retries: int = 0,
         **options: Any,
     ) -> None:
-        """`gconfig` = how to sample where a call says nothing; `max_positions` = the tokenizer's `model_max_length`;
-        `processor` = the model's (`areal.utils.hf_utils.load_hf_processor`), for pictures.
+        """`gconfig` = how to sample unless a call says otherwise; `max_positions` = the tokenizer's `model_max_length`;
+        `processor` = the model's (`areal.utils.hf_utils.load_hf_processor`), for images.
 
-        `options` are those of `AsyncOpenAI`, but for its address, key and HTTP client.
+        `options` are those of `AsyncOpenAI`, except its address, key and HTTP client.
         """
-        proxy = UnheardProxy(
+        proxy = _InProcessProxy(
             engine,
             tokenizer,
             gconfig=gconfig or GenerationHyperparameters(),
@@ -79,11 +79,11 @@ class ArealOpenAI(AsyncOpenAI):
 
     @property
     def tree(self) -> Tree:
-        """What was said, token by token."""
+        """The conversations so far, token by token."""
         return self._session.tree
 
     def set_reward(self, completion_id: str, reward: float) -> None:
-        """Reward an answer by its `id`; the last word counts."""
+        """Reward an answer by its `id`; a later reward replaces an earlier one."""
         assign_reward(self.tree, {completion_id: reward}, "ArealOpenAI.set_reward")
 
     def set_last_reward(self, reward: float) -> None:
@@ -132,7 +132,7 @@ def _positions(tokenizer: Any) -> int:
     length = getattr(tokenizer, "model_max_length", None)
     if not isinstance(length, int) or not 0 < length < NO_LIMIT:
         raise ValueError(
-            f"max_positions must be given where the tokenizer knows none, its model_max_length is {length!r}; pass the "
+            f"max_positions must be given if the tokenizer has no model_max_length, got {length!r} there; pass the "
             "model's max_position_embeddings"
         )
     return length

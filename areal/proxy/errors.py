@@ -1,6 +1,7 @@
-"""What a client is told when a call fails. One type; each dialect writes its own body from it."""
+"""What a client gets when a call fails: an `ApiError`, from which each dialect writes its own body."""
 
 from areal.api.errors import ContextLengthError, EngineError, GrammarError, RequestError
+from areal.utils import logging
 
 RETRY_SECONDS = 1
 
@@ -20,13 +21,9 @@ class ApiError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        if self.status in (408, 413):  # the rest of the body is not waited for
+        if self.status in (408, 413):  # the rest of the body is never read
             return {"connection": "close"}
         return {"retry-after": str(RETRY_SECONDS)} if self.status in (429, 503) else {}
-
-
-class ClientGone(Exception):
-    """The client went away; there is nobody to answer."""
 
 
 def bad_request(message: str, param: str = "", code: str = "") -> ApiError:
@@ -41,6 +38,10 @@ def unauthorized(message: str) -> ApiError:
     return ApiError(401, message, kind="authentication_error", code="invalid_api_key")
 
 
+def rate_limited(message: str, code: str) -> ApiError:
+    return ApiError(429, message, kind="rate_limit_error", code=code)
+
+
 def session_ended() -> ApiError:
     return ApiError(410, "this session has ended; its key and base_url are no longer valid", code="session_ended")
 
@@ -49,12 +50,22 @@ def engine_failed(message: str) -> ApiError:
     return ApiError(503, message, kind="server_error", code="engine_unavailable")
 
 
-def from_engine(error: EngineError) -> ApiError:
-    """The engine's errors as answers: the caller's fault is 400, the engine's own is 503."""
+def from_engine(error: EngineError, grammar_param: str) -> ApiError:
+    """The caller's fault is 400, the engine's own is 503; `grammar_param` is the parameter that asked for a grammar."""
     if isinstance(error, ContextLengthError):
         return too_long(str(error))
     if isinstance(error, GrammarError):
-        return bad_request(str(error), str(error).split()[0])  # it begins with the parameter that demanded it
+        return bad_request(str(error), grammar_param)
     if isinstance(error, RequestError):
         return bad_request(str(error))
     return engine_failed(f"the inference engine failed: {error}")
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """The answer to any failure; one that was not foreseen is logged and becomes a 500."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, RecursionError):  # JSON inside a text, whose depth no limit covers
+        return bad_request("the request is nested too deeply")
+    logging.getLogger("proxy").error("a request to the proxy failed", exc_info=error)
+    return ApiError(500, "the proxy failed; its log says why", kind="server_error")

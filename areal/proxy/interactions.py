@@ -1,14 +1,12 @@
 """What the direct client exports: each conversation with its row, to be returned by a RolloutWorkflow."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
 
 from areal.api.messages import Row
-from areal.trajectory import Tree, export, returns
-from areal.trajectory.completion import Completion
-from areal.trajectory.message import readable
-
-ExportStyle = Literal["individual", "concat"]
+from areal.trajectory.export import ExportStyle, export, row_ends
+from areal.trajectory.message import Message, readable
+from areal.trajectory.rewards import returns
+from areal.trajectory.tree import Tree
 
 
 @dataclass(frozen=True)
@@ -17,8 +15,8 @@ class Interaction:
 
     id: str
     """Of the completion it ends with."""
-    messages: list[dict[str, Any]]
-    """Every message to the end of the answer; pictures are named, the row has them."""
+    messages: list[Message]
+    """Every message to the end of the answer; images are described, the row has them."""
     reward: float
     """What the answer was given, 0 if nothing; once a discount was applied, with what flowed back to it."""
     given: float
@@ -29,11 +27,9 @@ class Interaction:
 def interactions(
     tree: Tree, style: ExportStyle, turn_discount: float, *, discounted: bool = False
 ) -> dict[str, Interaction]:
-    """The rows of a tree by the id of the completion each ends with; `discounted` says returns in place of rewards."""
-    rows = export(tree, style, turn_discount)
+    """The rows of a tree by the id of the completion each ends with; `discounted` = report returns, not rewards."""
     totals = returns(tree, turn_discount)
-    ends = _ends(tree, style)
-    assert len(ends) == len(rows), "every row ends with a completion"
+    rows = export(tree, style, turn_discount)
     return {
         node.id: Interaction(
             id=node.id,
@@ -42,14 +38,8 @@ def interactions(
             given=sum(tree.completions[index].reward or 0.0 for index in _trained(row)),
             row=row,
         )
-        for node, row in zip(ends, rows, strict=True)
+        for node, row in zip(row_ends(tree, style), rows, strict=True)
     }
-
-
-def _ends(tree: Tree, style: ExportStyle) -> list[Completion]:
-    """The completion each row ends with, in the order of the rows."""
-    inner = {node.parent for node in tree.completions if node.extends} if style == "concat" else set()
-    return [node for node in tree.completions if node.index not in inner]
 
 
 def _trained(row: Row) -> set[int]:

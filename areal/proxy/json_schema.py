@@ -1,7 +1,7 @@
-"""A client's JSON schema made ready to constrain an answer: the same or a narrower set of values, never a wider one.
+"""A client's JSON schema made ready to constrain an answer: it allows the same values or fewer, never more.
 
-What models write without end or cannot be sent on is cut away: numbers that no float holds, white space that goes on
-and on, properties that a schema allows only because it did not think of them.
+What models would write without end, or what cannot be sent on, is excluded: numbers that no float can hold, runs of
+white space, and properties that a schema allows only because it does not mention them.
 """
 
 import json
@@ -28,9 +28,9 @@ def json_rule(schema: dict[str, Any], strict: bool) -> str:
 
 
 def narrow(schema: dict[str, Any], closing: bool = True) -> dict[str, Any]:
-    """A copy with bounded numbers and, if `closing`, without properties that nobody named."""
+    """A copy with bounded numbers and, if `closing`, without properties that are not listed."""
     narrowed = {key: _narrow_part(key, value, closing) for key, value in schema.items()}
-    if closing and _is_closed_by_nature(schema):
+    if closing and _lists_all_properties(schema):
         narrowed["additionalProperties"] = False
     types = schema.get("type")
     if (types == "number" or (isinstance(types, list) and "number" in types)) and not any(b in schema for b in BOUNDS):
@@ -39,7 +39,7 @@ def narrow(schema: dict[str, Any], closing: bool = True) -> dict[str, Any]:
 
 
 def rebase(schema: Any, root: str) -> Any:
-    """A schema that moves to the place `root` of another one: what it refers to in itself is there then."""
+    """The schema for use at the place `root` of another one: its references to itself point there."""
     if isinstance(schema, list):
         return [rebase(part, root) for part in schema]
     if not isinstance(schema, dict):
@@ -62,8 +62,8 @@ def _narrow_any(schema: Any, closing: bool) -> Any:
     return narrow(schema, closing) if isinstance(schema, dict) else schema
 
 
-def _is_closed_by_nature(schema: dict[str, Any]) -> bool:
-    """It lists its properties, all that it requires among them, and says nothing of others."""
+def _lists_all_properties(schema: dict[str, Any]) -> bool:
+    """It lists its properties, including all that it requires, and says nothing about others."""
     listed, required = schema.get("properties"), schema.get("required", [])
     if not isinstance(listed, dict) or not isinstance(required, list) or any(key in schema for key in OPENERS):
         return False

@@ -1,22 +1,21 @@
-"""Sessions for agents outside this process: opened, rewarded and ended by somebody who speaks HTTP.
+"""Sessions for agents outside this process, which open, reward and end them over HTTP.
 
-A session is complete when it has ended and has its reward, in either order: the reward may come later, up to a
-deadline. Where the desk is by invitation, sessions are handed out only as `expect` asks for them, each with its task.
+A session is complete once it has ended and has its reward, in either order: the reward may come later, up to a
+deadline. If `offers_only` is set, sessions are handed out only for tasks that `offer` has on offer.
+
+The routes need the admin key, which calls no model:
+
+    POST   /sessions               -> {"session_id", "base_url", "api_key", "task"}
+    POST   /sessions/ID/reward     {"reward": number | {completion id: number} | null}
+    POST   /sessions/ID/end        or DELETE /sessions/ID
+
+A session's own key manages nothing, unless `self_reward` lets it reward and end its own session.
 """
-
-# MERGED-DOC
-# The routes that manage sessions, for agents outside this process. They need the admin key, which calls no model.
-#
-#     POST   /sessions               -> {"session_id", "base_url", "api_key", "task"}
-#     POST   /sessions/ID/reward     {"reward": number | {completion id: number} | null}
-#     POST   /sessions/ID/end        or DELETE /sessions/ID
-#
-# A session's own key manages nothing, unless `self_reward` lets it reward and end its own session.
 
 import asyncio
 import hmac
 import secrets
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,17 +25,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from areal.api.errors import EpisodeTimeout, NoInteractions, RewardInvalid, RewardTimeout
-from areal.proxy.errors import ApiError, bad_request, unauthorized
+from areal.config.rollout import ProxyLimits
+from areal.proxy.errors import ApiError, bad_request, rate_limited, unauthorized
 from areal.proxy.requests import keys_of, parse_object, read_body
-from areal.proxy.sessions import ProxyLimits, Session, SessionLimitReached, Sessions
+from areal.proxy.sessions import Session, SessionLimitReached, Sessions
 from areal.trajectory import assign_reward
+from areal.utils.bounded_cache import BoundedCache
 
 OpenSession = Callable[[], Session]
 
 
 @dataclass(eq=False)
 class OnlineSession:
-    """A session and what its agent has said about it."""
+    """A session and what its agent has reported about it."""
 
     id: str
     session: Session
@@ -50,164 +51,166 @@ class OnlineSession:
 
 
 @dataclass(eq=False)
-class _Invitation:
+class _Offer:
+    """A task that waits for an agent."""
+
     open: OpenSession
     task: Any
-    visit: asyncio.Future[OnlineSession]
+    taken: asyncio.Future[OnlineSession]
 
 
 class OnlineSessions:
+    """The online sessions that are not complete, and the tasks on offer."""
+
     def __init__(
         self, open_session: OpenSession, end_session: Callable[[Session], Awaitable[None]], limits: ProxyLimits
     ) -> None:
+        self.offers_only = False
         self._open = open_session
         self._end = end_session
         self._limits = limits
-        self._visits: dict[str, OnlineSession] = {}
-        self._gone: OrderedDict[str, None] = OrderedDict()
-        self._invitations: deque[_Invitation] = deque()
+        self._by_id: dict[str, OnlineSession] = {}
+        self._completed_ids: BoundedCache[str, None] = BoundedCache(limits.remembered_ended_sessions)
+        self._offers: deque[_Offer] = deque()
         self._ending: set[asyncio.Future[None]] = set()
-        self.by_invitation = False
 
     def __len__(self) -> int:
-        """Sessions that are not complete."""
-        return len(self._visits)
+        return len(self._by_id)
 
     def open(self) -> OnlineSession:
-        """Raises ApiError 429 where there is no room, or nothing to do."""
-        if len(self._visits) >= self._limits.max_sessions:  # ended ones that wait for a reward are counted too
-            raise _busy(f"at most {self._limits.max_sessions} sessions may be open (proxy.limits.max_sessions)")
-        while self._invitations:
-            invitation = self._invitations.popleft()
-            if not invitation.visit.done():  # whoever expected it may have left
-                visit = self._visit(invitation.open, invitation.task)
-                invitation.visit.set_result(visit)
-                return visit
-        if self.by_invitation:
-            raise _busy("no task is waiting for an agent now")
-        return self._visit(self._open, None)
+        """Raises ApiError 429 if too many are open, or there is nothing to do."""
+        if len(self._by_id) >= self._limits.max_sessions:  # ended ones that wait for a reward count too
+            raise _none_available(
+                f"at most {self._limits.max_sessions} sessions may be open (proxy.limits.max_sessions)"
+            )
+        while self._offers:
+            offer = self._offers.popleft()
+            if not offer.taken.done():  # it may have been withdrawn
+                online = self._begin(offer.open, offer.task)
+                offer.taken.set_result(online)
+                return online
+        if self.offers_only:
+            raise _none_available("no task is waiting for an agent now")
+        return self._begin(self._open, None)
 
-    async def expect(self, open_session: OpenSession, task: Any) -> OnlineSession:
-        """Hand a session to the next agent that asks for one, and wait until it is complete.
+    async def offer(self, open_session: OpenSession, task: Any) -> OnlineSession:
+        """Offer a task to the next agent that asks for a session, and wait until that session is complete.
 
         Raises EpisodeTimeout or RewardTimeout. Cancelling it ends the session.
         """
-        invitation = _Invitation(open_session, task, asyncio.get_running_loop().create_future())
-        self._invitations.append(invitation)
-        visit = await invitation.visit
+        offer = _Offer(open_session, task, asyncio.get_running_loop().create_future())
+        self._offers.append(offer)
+        online = await offer.taken
         try:
-            await visit.outcome
+            await online.outcome
         finally:
-            await self._leave(visit)
-        return visit
+            await self._close(online)
+        return online
 
-    def find(self, visit_id: str) -> OnlineSession:
+    def find(self, session_id: str) -> OnlineSession:
         """Raises ApiError 404 or 409."""
-        visit = self._visits.get(visit_id)
-        if visit is not None:
-            return visit
-        if visit_id in self._gone:
+        online = self._by_id.get(session_id)
+        if online is not None:
+            return online
+        if session_id in self._completed_ids:
             raise ApiError(409, "this session is complete, or its deadline has passed", code="session_complete")
         raise ApiError(404, "there is no such session", code="session_not_found")
 
-    def owned(self, visit_id: str, keys: list[str]) -> OnlineSession | None:
-        """The visit, where one of the keys is its session's."""
-        visit = self._visits.get(visit_id)
-        if visit is None:
+    def find_own(self, session_id: str, keys: list[str]) -> OnlineSession | None:
+        """The session, if one of the keys is its own."""
+        online = self._by_id.get(session_id)
+        if online is None:
             return None
-        key = visit.session.api_key.encode()
-        return visit if any(hmac.compare_digest(sent.encode(), key) for sent in keys) else None
+        key = online.session.api_key.encode()
+        return online if any(hmac.compare_digest(sent.encode(), key) for sent in keys) else None
 
-    def reward(self, visit: OnlineSession, reward: Any) -> None:
+    def reward(self, online: OnlineSession, reward: Any) -> None:
         """A number goes to the answer that finished last, a dict maps answers' ids to rewards, None rejects."""
         if reward is None:
-            visit.rejected = True
+            online.rejected = True
         else:
             try:
-                assign_reward(visit.session.tree, reward, "the agent")
+                assign_reward(online.session.tree, reward, "the agent")
             except RewardInvalid as error:
                 raise bad_request(str(error), "reward") from None
             except NoInteractions as error:
                 raise ApiError(409, str(error), param="reward", code="no_interactions") from None
-        visit.rewarded = True
-        self._complete(visit)
+        online.rewarded = True
+        self._check_complete(online)
 
-    async def end(self, visit: OnlineSession) -> None:
-        """Once its calls are aborted. A reward may still come."""
-        if visit.session.ended:
+    async def end(self, online: OnlineSession) -> None:
+        """Returns once its calls are aborted. A reward may still come."""
+        if online.session.ended:
             return
         seconds = self._limits.reward_timeout_seconds
-        self._arm(visit, seconds, RewardTimeout(f"no reward came within {seconds:g} s after the session's end"))
-        await self._end(visit.session)
-        self._complete(visit)
+        self._set_timer(online, seconds, RewardTimeout(f"no reward came within {seconds:g} s after the session's end"))
+        await self._end(online.session)
+        self._check_complete(online)
 
     async def aclose(self) -> None:
-        for visit in list(self._visits.values()):
-            await self._leave(visit)
+        for online in list(self._by_id.values()):
+            await self._close(online)
         await asyncio.gather(*self._ending)
 
-    def _visit(self, open_session: OpenSession, task: Any) -> OnlineSession:
-        visit = OnlineSession(f"sess-{secrets.token_hex(12)}", open_session(), task)
-        self._visits[visit.id] = visit
+    def _begin(self, open_session: OpenSession, task: Any) -> OnlineSession:
+        online = OnlineSession(f"sess-{secrets.token_hex(12)}", open_session(), task)
+        self._by_id[online.id] = online
         seconds = self._limits.session_timeout_seconds
-        self._arm(visit, seconds, EpisodeTimeout(f"the session was not ended within {seconds:g} s"))
-        return visit
+        self._set_timer(online, seconds, EpisodeTimeout(f"the session was not ended within {seconds:g} s"))
+        return online
 
-    def _arm(self, visit: OnlineSession, seconds: float, failure: Exception) -> None:
-        if visit.timer is not None:
-            visit.timer.cancel()
-        visit.timer = asyncio.get_running_loop().call_later(seconds, self._expire, visit, failure)
+    def _set_timer(self, online: OnlineSession, seconds: float, failure: Exception) -> None:
+        if online.timer is not None:
+            online.timer.cancel()
+        online.timer = asyncio.get_running_loop().call_later(seconds, self._expire, online, failure)
 
-    def _expire(self, visit: OnlineSession, failure: Exception) -> None:
-        if not visit.outcome.done():
-            visit.outcome.set_exception(failure)
-            visit.outcome.exception()  # nobody need be there to hear it
-        ending = asyncio.ensure_future(self._leave(visit))
+    def _expire(self, online: OnlineSession, failure: Exception) -> None:
+        if not online.outcome.done():
+            online.outcome.set_exception(failure)
+            online.outcome.exception()  # marks it as retrieved: it may have no reader
+        ending = asyncio.ensure_future(self._close(online))
         self._ending.add(ending)
         ending.add_done_callback(self._ending.discard)
 
-    def _complete(self, visit: OnlineSession) -> None:
-        if visit.session.ended and visit.rewarded and not visit.outcome.done():
-            visit.outcome.set_result(not visit.rejected)
-            self._forget(visit)
+    def _check_complete(self, online: OnlineSession) -> None:
+        if online.session.ended and online.rewarded and not online.outcome.done():
+            online.outcome.set_result(not online.rejected)
+            self._forget(online)
 
-    async def _leave(self, visit: OnlineSession) -> None:
-        self._forget(visit)
-        visit.outcome.cancel()
-        await self._end(visit.session)
+    async def _close(self, online: OnlineSession) -> None:
+        self._forget(online)
+        online.outcome.cancel()
+        await self._end(online.session)
 
-    def _forget(self, visit: OnlineSession) -> None:
-        if visit.timer is not None:
-            visit.timer.cancel()
-        if self._visits.pop(visit.id, None) is not None:
-            self._gone[visit.id] = None
-        while len(self._gone) > self._limits.remembered_ended_sessions:
-            self._gone.popitem(last=False)
+    def _forget(self, online: OnlineSession) -> None:
+        if online.timer is not None:
+            online.timer.cancel()
+        if self._by_id.pop(online.id, None) is not None:
+            self._completed_ids.put(online.id, None)
 
 
-def _busy(message: str) -> ApiError:
-    return ApiError(429, f"{message}; ask again later", kind="rate_limit_error", code="no_session_available")
+def _none_available(message: str) -> ApiError:
+    return rate_limited(f"{message}; ask again later", "no_session_available")
 
 
-Endpoint = Callable[[Request], Awaitable[Response]]
+class SessionRoutes:
+    """The endpoints that manage online sessions."""
 
-
-class AdminRoutes:
     def __init__(
-        self, desk: OnlineSessions, sessions: Sessions, limits: ProxyLimits, key: str, self_reward: bool
+        self, online: OnlineSessions, sessions: Sessions, limits: ProxyLimits, admin_key: str, self_reward: bool
     ) -> None:
-        self._desk = desk
+        self._online = online
         self._sessions = sessions
         self._limits = limits
-        self._key = key
+        self._admin_key = admin_key
         self._self_reward = self_reward
 
-    def endpoints(self) -> list[tuple[str, str, Endpoint]]:
+    def endpoints(self) -> list[tuple[str, str, Callable[[Request], Awaitable[Response]]]]:
         return [
             ("POST", "/sessions", self._open),
-            ("POST", "/sessions/{visit}/reward", self._reward),
-            ("POST", "/sessions/{visit}/end", self._end),
-            ("DELETE", "/sessions/{visit}", self._end),
+            ("POST", "/sessions/{id}/reward", self._reward),
+            ("POST", "/sessions/{id}/end", self._end),
+            ("DELETE", "/sessions/{id}", self._end),
         ]
 
     async def _open(self, request: Request) -> Response:
@@ -216,40 +219,41 @@ class AdminRoutes:
         if raw and (body := parse_object(raw)):
             raise bad_request(f"a session takes no settings, got {', '.join(sorted(body))!r:.200}; send an empty body")
         try:
-            visit = self._desk.open()
+            online = self._online.open()
         except SessionLimitReached as error:
-            raise ApiError(429, str(error), kind="rate_limit_error", code="no_session_available") from None
-        session = visit.session
-        # The caller's own way here, which is not the address that was bound where that is 0.0.0.0.
+            raise rate_limited(str(error), "no_session_available") from None
+        session = online.session
+        # The address that the caller used, since the one that was bound may be 0.0.0.0.
         base_url = f"{request.base_url}s/{session.token}/v1"
-        answer = {"session_id": visit.id, "base_url": base_url, "api_key": session.api_key, "task": visit.task}
+        answer = {"session_id": online.id, "base_url": base_url, "api_key": session.api_key, "task": online.task}
         return _json(answer, 201)
 
     async def _reward(self, request: Request) -> Response:
-        visit = self._managed(request)
+        online = self._managed(request)
         body = parse_object(await read_body(request, self._limits))
         if set(body) != {"reward"}:
             raise bad_request(f'the body must be {{"reward": …}} and nothing else, got {sorted(body)!r:.200}', "reward")
-        self._desk.reward(self._desk.find(visit.id), body["reward"])
-        return _state(visit)
+        # Found again, because it may have become complete while the body was read.
+        self._online.reward(self._online.find(online.id), body["reward"])
+        return _state(online)
 
     async def _end(self, request: Request) -> Response:
-        visit = self._managed(request)
+        online = self._managed(request)
         await read_body(request, self._limits)
-        await self._desk.end(visit)
-        return _state(visit)
+        await self._online.end(online)
+        return _state(online)
 
     def _managed(self, request: Request) -> OnlineSession:
-        """Who may not manage it does not learn whether it is there."""
+        """Keys are checked first: who may not manage a session does not learn whether it exists."""
         keys = keys_of(request)
-        visit_id = request.path_params["visit"]
-        if self._self_reward and (own := self._desk.owned(visit_id, keys)) is not None:
+        session_id = request.path_params["id"]
+        if self._self_reward and (own := self._online.find_own(session_id, keys)) is not None:
             return own
         self._require_admin(keys)
-        return self._desk.find(visit_id)
+        return self._online.find(session_id)
 
     def _require_admin(self, keys: list[str]) -> None:
-        if any(hmac.compare_digest(key.encode(), self._key.encode()) for key in keys):
+        if any(hmac.compare_digest(key.encode(), self._admin_key.encode()) for key in keys):
             return
         if any(self._sessions.was_issued(key) for key in keys):
             raise ApiError(
@@ -262,13 +266,12 @@ class AdminRoutes:
         raise unauthorized("managing sessions needs the admin key (Authorization: Bearer KEY, or x-api-key: KEY)")
 
 
-def _state(visit: OnlineSession) -> Response:
-    answers = [completion.id for completion in visit.session.tree.completions if not completion.lost]
+def _state(online: OnlineSession) -> Response:
     state = {
-        "session_id": visit.id,
-        "ended": visit.session.ended,
-        "rewarded": visit.rewarded,
-        "completions": answers,
+        "session_id": online.id,
+        "ended": online.session.ended,
+        "rewarded": online.rewarded,
+        "completions": [completion.id for completion in online.session.tree.completions if not completion.lost],
     }
     return _json(state, 200)
 

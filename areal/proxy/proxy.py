@@ -1,7 +1,7 @@
 """The proxy as its owner sees it: start it, open a session per episode, end it, close.
 
-Belongs to one event loop. One app has two doors: `base_url` over TCP, and `http_client` / `httpx2_client`, whose calls
-to the same URL stay in the process.
+Belongs to one event loop. Its app is reached over TCP at `base_url`, and in process through `http_client` and
+`httpx2_client`, whose calls to the same URL use no network.
 """
 
 import asyncio
@@ -12,12 +12,12 @@ from typing import Any
 import httpx
 
 from areal.api.engine_api import InferenceEngine
-from areal.config.rollout import GenerationHyperparameters
+from areal.config.rollout import GenerationHyperparameters, ProxyLimits
 from areal.proxy.app import App
 from areal.proxy.generation import Generation
-from areal.proxy.online import AdminRoutes, OnlineSessions
+from areal.proxy.online import OnlineSessions, SessionRoutes
 from areal.proxy.server import ProxyServer
-from areal.proxy.sessions import ProxyLimits, Session, Sessions
+from areal.proxy.sessions import Session, Sessions
 from areal.proxy.transport import shared_client
 from areal.trajectory.rendering import Renderer
 from areal.trajectory.tree import Tree
@@ -42,8 +42,8 @@ class Proxy:
         admin_key: str | None = None,
         self_reward: bool = False,
     ) -> None:
-        """`limits` to `reasoning_parser` are those of `ProxyConfig`; `processor` is the model's, None = it sees no
-        pictures; `admin_key` None = one made for this proxy.
+        """`limits` to `reasoning_parser` are those of `ProxyConfig`; `processor` is the model's, None = it takes no
+        images; `admin_key` None = one made for this proxy.
         """
         limits = limits or ProxyLimits()
         self._limits = limits
@@ -53,15 +53,15 @@ class Proxy:
         self._sessions = Sessions(limits)
         self.admin_key = admin_key or f"sk-areal-admin-{secrets.token_hex(24)}"
         """Manages sessions over HTTP, and calls no model."""
-        self.desk = OnlineSessions(self.open_session, self.end_session, limits)
+        self.online = OnlineSessions(self.open_session, self.end_session, limits)
         """Sessions that are managed over HTTP."""
-        admin = AdminRoutes(self.desk, self._sessions, limits, self.admin_key, self_reward)
-        self._app = App(self._sessions, self._generation, admin, limits, drop_params).asgi()
+        routes = SessionRoutes(self.online, self._sessions, limits, self.admin_key, self_reward)
+        self._app = App(self._sessions, self._generation, routes, limits, drop_params).asgi()
         self._server: ProxyServer | None = None
         self._clients: dict[str, Any] = {}
 
     async def start(self, host: str = "127.0.0.1", port: int = 0, *, exposed: bool = False) -> None:
-        """Listen; port 0 = a free one. Hosts beyond loopback only where `exposed` says so."""
+        """Listen; port 0 = a free one. Hosts beyond loopback need `exposed`."""
         server = ProxyServer(self._app, host, port, head_seconds=self._limits.body_timeout_seconds, exposed=exposed)
         await server.start()
         self._server = server
@@ -69,7 +69,9 @@ class Proxy:
     @property
     def origin(self) -> str:
         """`http://HOST:PORT`"""
-        return self._started().origin
+        if self._server is None:
+            raise RuntimeError("the proxy is not running; await proxy.start() first")
+        return self._server.origin
 
     @property
     def http_client(self) -> httpx.AsyncClient:
@@ -87,7 +89,7 @@ class Proxy:
         return len(self._sessions)
 
     def open_session(self, *, gconfig: GenerationHyperparameters | None = None, api_key: str | None = None) -> Session:
-        """A conversation space with its own key; `gconfig` = how to sample where a request says nothing."""
+        """A conversation space with its own key; `gconfig` = how to sample unless a request says otherwise."""
         sampling = self._gconfig if gconfig is None else self._generation.defaults(gconfig)
         return self._sessions.open(self.origin, Tree(self._renderer), sampling, api_key=api_key)
 
@@ -102,7 +104,7 @@ class Proxy:
         session.tree.forget_lost()
 
     async def aclose(self) -> None:
-        await self.desk.aclose()
+        await self.online.aclose()
         for session in self._sessions:
             await self.end_session(session)
         for client in self._clients.values():
@@ -114,12 +116,6 @@ class Proxy:
 
     def _client(self, module_name: str) -> Any:
         if module_name not in self._clients:
-            origin = self.origin
             module = importlib.import_module(module_name)
-            self._clients[module_name] = shared_client(module, self._app, [origin])
+            self._clients[module_name] = shared_client(module, self._app, [self.origin])
         return self._clients[module_name]
-
-    def _started(self) -> ProxyServer:
-        if self._server is None:
-            raise RuntimeError("the proxy is not running; await proxy.start() first")
-        return self._server

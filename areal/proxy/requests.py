@@ -1,7 +1,4 @@
-"""The keys that a request brings."""
-
-# MERGED-DOC
-# A request's body, within its size and its time, as JSON.
+"""Reading a request: the keys it brings, and its body as JSON, within limits of size, time and depth."""
 
 import asyncio
 from typing import Any
@@ -9,19 +6,18 @@ from typing import Any
 import orjson
 from starlette.requests import Request
 
+from areal.config.rollout import ProxyLimits
 from areal.proxy.errors import ApiError, bad_request
-from areal.proxy.sessions import ProxyLimits
-
-
-def keys_of(request: Request) -> list[str]:
-    """Every one, wherever SDKs put them. A header that comes twice brings two."""
-    bearers = [value.partition(" ") for value in request.headers.getlist("authorization")]
-    keys = [key.strip() for scheme, _, key in bearers if scheme.lower() == "bearer"]
-    return [key for key in (*keys, *request.headers.getlist("x-api-key")) if key]
-
 
 MAX_DEPTH = 100
 """Levels of nesting that a body may have."""
+
+
+def keys_of(request: Request) -> list[str]:
+    """Every one, in whichever header an SDK sends it. A header that comes twice brings two."""
+    bearers = [value.partition(" ") for value in request.headers.getlist("authorization")]
+    keys = [key.strip() for scheme, _, key in bearers if scheme.lower() == "bearer"]
+    return [key for key in (*keys, *request.headers.getlist("x-api-key")) if key]
 
 
 async def read_body(request: Request, limits: ProxyLimits) -> bytes:
@@ -55,7 +51,7 @@ def parse_object(raw: bytes) -> dict[str, Any]:
 
 
 def _require_shallow(body: dict[str, Any]) -> None:
-    """Level by level, because what walks it later recurses."""
+    """Level by level, because everything that walks the body later recurses."""
     level: list[Any] = [body]
     for _ in range(MAX_DEPTH):
         level = [

@@ -1,10 +1,8 @@
-"""How long, and how much, a connection may take to say what it wants: a head that only trickles is given up.
+"""The proxy over TCP: uvicorn on one socket, inside an event loop that belongs to the caller.
 
-The body behind it has its own deadline and size, where it is read.
+A connection has limited time and bytes for the head of each request, so that clients that send slowly cannot hold
+connections open. The body has its own deadline and size, where it is read (requests.py).
 """
-
-# MERGED-DOC
-# The TCP door: uvicorn on one socket, inside a loop that belongs to somebody else.
 
 import asyncio
 import contextlib
@@ -20,53 +18,13 @@ from areal.config.errors import ConfigError
 from areal.utils.net import is_loopback
 
 HEAD_BYTES = 64 * 2**10
-
-
-def patient_protocol(seconds: float) -> type[asyncio.Protocol]:
-    """uvicorn's protocol, with a deadline and a size for each request's head."""
-    base: Any = AutoHTTPProtocol
-
-    class PatientProtocol(base):
-        def connection_made(self, transport: asyncio.Transport) -> None:
-            self._head_bytes = 0
-            self._deadline: asyncio.TimerHandle | None = None
-            super().connection_made(transport)
-            self._await_head()
-
-        def data_received(self, data: bytes) -> None:
-            super().data_received(data)
-            if self.cycle is not None and not self.cycle.response_complete:
-                self._forget_head()
-                return
-            self._head_bytes += len(data)
-            if self._head_bytes > HEAD_BYTES:
-                self.transport.abort()
-            self._await_head()
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._forget_head()
-            super().connection_lost(exc)
-
-        def _await_head(self) -> None:
-            if self._deadline is None:
-                self._deadline = asyncio.get_running_loop().call_later(seconds, self.transport.abort)
-
-        def _forget_head(self) -> None:
-            self._head_bytes = 0
-            if self._deadline is not None:
-                self._deadline.cancel()
-                self._deadline = None
-
-    return PatientProtocol
-
-
 START_SECONDS = 10.0
 STOP_SECONDS = 5.0
 
 
 class ProxyServer:
     def __init__(self, app: ASGIApp, host: str, port: int, *, head_seconds: float, exposed: bool = False) -> None:
-        """`head_seconds` = time a client has to say what it wants; `exposed` = it may listen beyond this machine."""
+        """`head_seconds` = time for the head of a request; `exposed` = it may listen beyond this machine."""
         if not exposed and not is_loopback(host):
             raise ConfigError(f"the proxy listens on loopback addresses only, got {host!r}; use 127.0.0.1")
         self._socket = _bind(host, port)
@@ -74,7 +32,7 @@ class ProxyServer:
         self._uvicorn = _Uvicorn(
             uvicorn.Config(
                 app,
-                http=patient_protocol(head_seconds),
+                http=_limited_protocol(head_seconds),
                 log_config=None,
                 log_level="warning",
                 access_log=False,
@@ -108,7 +66,7 @@ class ProxyServer:
 
 
 class _Uvicorn(uvicorn.Server):
-    """A server that leaves signals to the process that hosts it, says when it is up, and ends when told, not polled."""
+    """A server that leaves signals to its process, and waits for events instead of polling flags."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -125,6 +83,44 @@ class _Uvicorn(uvicorn.Server):
 
     async def main_loop(self) -> None:
         await self.ending.wait()
+
+
+def _limited_protocol(head_seconds: float) -> type[asyncio.Protocol]:
+    """uvicorn's protocol, with a deadline and a size for the head of each request."""
+    base: Any = AutoHTTPProtocol
+
+    class LimitedProtocol(base):
+        def connection_made(self, transport: asyncio.Transport) -> None:
+            self._head_bytes = 0
+            self._deadline: asyncio.TimerHandle | None = None
+            super().connection_made(transport)
+            self._await_head()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            if self.cycle is not None and not self.cycle.response_complete:
+                self._end_head()
+                return
+            self._head_bytes += len(data)
+            if self._head_bytes > HEAD_BYTES:
+                self.transport.abort()
+            self._await_head()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._end_head()
+            super().connection_lost(exc)
+
+        def _await_head(self) -> None:
+            if self._deadline is None:
+                self._deadline = asyncio.get_running_loop().call_later(head_seconds, self.transport.abort)
+
+        def _end_head(self) -> None:
+            self._head_bytes = 0
+            if self._deadline is not None:
+                self._deadline.cancel()
+                self._deadline = None
+
+    return LimitedProtocol
 
 
 def _bind(host: str, port: int) -> socket.socket:

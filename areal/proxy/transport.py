@@ -1,14 +1,9 @@
-"""One request through the app without a network: the app runs as a task, its answer is taken chunk by chunk.
+"""HTTP clients whose calls to the proxy's own address never leave the process.
 
-Closing before the end cancels the app, which counts its answer as sent when the end of it was taken. Knows nothing of
-any HTTP library.
+Every other address is reached over the network as usual. The same code serves httpx and httpx2, which are one interface
+in two modules, because each SDK wants one of them. The app runs as a task, and its answer is taken chunk by chunk: it
+counts as sent once its end was taken, and a client that closes earlier cancels the app.
 """
-
-# MERGED-DOC
-# HTTP clients whose calls to the proxy's own address never leave the process.
-#
-# Every other address is reached over the network as usual. The same code serves httpx and httpx2, which are one interface
-# in two modules: SDKs insist on the one or the other.
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -19,92 +14,10 @@ from starlette.types import ASGIApp, Message, Scope
 
 from areal.infra.http_clients import shareable_client
 
+CALL_SECONDS = 600.0
+CLOSE_SECONDS = 5.0
 QUEUED_CHUNKS = 64
 """How far an answer may run ahead of its reader."""
-CLOSE_SECONDS = 5.0
-
-
-class AppCall:
-    def __init__(self, app: ASGIApp, scope: Scope, body: bytes) -> None:
-        self._body: bytes | None = body
-        self._closed = asyncio.Event()
-        self._taken = asyncio.Event()
-        """The whole answer was."""
-        self._messages: asyncio.Queue[Message | None] = asyncio.Queue(QUEUED_CHUNKS)
-        self._task = asyncio.ensure_future(self._run(app, scope))
-
-    async def start(self, timeout_seconds: float | None) -> tuple[int, list[tuple[bytes, bytes]]]:
-        """Status and headers. Raises TimeoutError."""
-        message = await self._next(timeout_seconds)
-        if message is None:
-            raise ConnectionError("the app ended without an answer")
-        return message["status"], list(message.get("headers", ()))
-
-    async def chunk(self, timeout_seconds: float | None) -> tuple[bytes, bool]:
-        """The next part of the body, and whether more follows. Raises TimeoutError."""
-        message = await self._next(timeout_seconds)
-        if message is None:
-            raise ConnectionError("the app ended in the middle of its answer")
-        more = message.get("more_body", False)
-        if not more:
-            self._taken.set()
-        return message.get("body", b""), more
-
-    async def aclose(self) -> None:
-        """Tell the app that its client went away, end it, and wait until it has."""
-        if not self._taken.is_set():
-            self._closed.set()
-            self._task.cancel()
-        if not self._task.done():
-            await asyncio.wait((self._task,), timeout=CLOSE_SECONDS)
-
-    async def _next(self, timeout_seconds: float | None) -> Message | None:
-        if not self._messages.empty() or self._task.done():
-            return None if self._messages.empty() else self._messages.get_nowait()
-        async with asyncio.timeout(timeout_seconds):
-            return await self._messages.get()
-
-    async def _run(self, app: ASGIApp, scope: Scope) -> None:
-        try:
-            await app(scope, self._receive, self._send)
-        finally:
-            # Wakes a reader that waits; one that finds messages meets the end of the task behind them.
-            if not self._messages.full():
-                self._messages.put_nowait(None)
-
-    async def _send(self, message: Message) -> None:
-        await self._messages.put(message)
-        if message["type"] == "http.response.body" and not message.get("more_body", False):
-            await self._taken.wait()
-
-    async def _receive(self) -> Message:
-        if self._body is not None:
-            body, self._body = self._body, None
-            return {"type": "http.request", "body": body, "more_body": False}
-        await self._closed.wait()
-        return {"type": "http.disconnect"}
-
-
-def scope_of(method: str, url: Any, headers: list[tuple[bytes, bytes]]) -> Scope:
-    """What ASGI wants to know of a request; `url` is an httpx URL."""
-    path, _, query = url.raw_path.partition(b"?")
-    return {
-        "type": "http",
-        "asgi": {"version": "3.0"},
-        "http_version": "1.1",
-        "method": method,
-        "scheme": url.scheme,
-        "path": url.path,
-        "raw_path": path,
-        "query_string": query,
-        "root_path": "",
-        "headers": [(name.lower(), value) for name, value in headers],
-        "client": ("127.0.0.1", 0),
-        "server": (url.host, url.port),
-    }
-
-
-CALL_SECONDS = 600.0
 
 
 def shared_client(module: ModuleType, app: ASGIApp, origins: list[str]) -> Any:
@@ -117,7 +30,7 @@ def in_process_transport(module: ModuleType, app: ASGIApp) -> Any:
     http: Any = module
 
     class Chunks(http.AsyncByteStream):
-        def __init__(self, call: AppCall, first: bytes, timeout_seconds: float | None) -> None:
+        def __init__(self, call: "AppCall", first: bytes, timeout_seconds: float | None) -> None:
             self._call = call
             self._first = first
             self._timeout_seconds = timeout_seconds
@@ -159,3 +72,85 @@ def in_process_transport(module: ModuleType, app: ASGIApp) -> Any:
             raise http.RemoteProtocolError(str(error)) from error
 
     return InProcessTransport()
+
+
+class AppCall:
+    """One request to the app without a network. Knows nothing of any HTTP library."""
+
+    def __init__(self, app: ASGIApp, scope: Scope, body: bytes) -> None:
+        self._body: bytes | None = body
+        self._closed = asyncio.Event()
+        self._taken = asyncio.Event()
+        """Set once the whole answer was taken."""
+        self._messages: asyncio.Queue[Message | None] = asyncio.Queue(QUEUED_CHUNKS)
+        self._task = asyncio.ensure_future(self._run(app, scope))
+
+    async def start(self, timeout_seconds: float | None) -> tuple[int, list[tuple[bytes, bytes]]]:
+        """Status and headers. Raises TimeoutError."""
+        message = await self._next(timeout_seconds)
+        if message is None:
+            raise ConnectionError("the app ended without an answer")
+        return message["status"], list(message.get("headers", ()))
+
+    async def chunk(self, timeout_seconds: float | None) -> tuple[bytes, bool]:
+        """The next part of the body, and whether more follows. Raises TimeoutError."""
+        message = await self._next(timeout_seconds)
+        if message is None:
+            raise ConnectionError("the app ended in the middle of its answer")
+        more = message.get("more_body", False)
+        if not more:
+            self._taken.set()
+        return message.get("body", b""), more
+
+    async def aclose(self) -> None:
+        """Disconnect from the app, unless its answer was taken, and wait until it has ended."""
+        if not self._taken.is_set():
+            self._closed.set()
+            self._task.cancel()
+        if not self._task.done():
+            await asyncio.wait((self._task,), timeout=CLOSE_SECONDS)
+
+    async def _next(self, timeout_seconds: float | None) -> Message | None:
+        if not self._messages.empty() or self._task.done():
+            return None if self._messages.empty() else self._messages.get_nowait()
+        async with asyncio.timeout(timeout_seconds):
+            return await self._messages.get()
+
+    async def _run(self, app: ASGIApp, scope: Scope) -> None:
+        try:
+            await app(scope, self._receive, self._send)
+        finally:
+            # Wakes a reader that waits; one that finds messages sees after them that the task has ended.
+            if not self._messages.full():
+                self._messages.put_nowait(None)
+
+    async def _send(self, message: Message) -> None:
+        await self._messages.put(message)
+        if message["type"] == "http.response.body" and not message.get("more_body", False):
+            await self._taken.wait()
+
+    async def _receive(self) -> Message:
+        if self._body is not None:
+            body, self._body = self._body, None
+            return {"type": "http.request", "body": body, "more_body": False}
+        await self._closed.wait()
+        return {"type": "http.disconnect"}
+
+
+def scope_of(method: str, url: Any, headers: list[tuple[bytes, bytes]]) -> Scope:
+    """A request as ASGI describes it; `url` is an httpx URL."""
+    path, _, query = url.raw_path.partition(b"?")
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": method,
+        "scheme": url.scheme,
+        "path": url.path,
+        "raw_path": path,
+        "query_string": query,
+        "root_path": "",
+        "headers": [(name.lower(), value) for name, value in headers],
+        "client": ("127.0.0.1", 0),
+        "server": (url.host, url.port),
+    }

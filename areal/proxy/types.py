@@ -1,18 +1,18 @@
-"""A request and its reply between a dialect and the engine, in no dialect's words."""
+"""A call and its answer in no dialect's words: what dialects read requests into and write answers from."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from areal.proxy.errors import ApiError
-from areal.trajectory.completion import Completion
 from areal.trajectory.message import Message
 from areal.trajectory.parsers.base import Reasoning, Text
+from areal.trajectory.tree import Completion
 
 
 @dataclass
 class Call:
     messages: list[Message]
-    """What the client sends: the whole conversation, or what is new behind `continues`."""
+    """What the client sends: the whole conversation, or what is new after `continues`."""
     id_prefix: str = "chatcmpl-"
     """Of the ids that this dialect gives its answers."""
     model: str = ""
@@ -28,7 +28,7 @@ class Call:
     forced_tool: str | None = None
     """The tool that must be called."""
     parallel_tool_calls: bool = True
-    """False = the answer ends behind its first tool call."""
+    """False = the answer ends after its first tool call."""
     response_format: dict[str, Any] | None = None
     """{"type": "json_object"} or {"type": "json_schema", "schema", "strict"}: the answer is such JSON; None = any text.
     A schema that is not strict is followed as far as its keywords can be."""
@@ -36,7 +36,7 @@ class Call:
     """What the dialect calls the parameter above."""
     n: int = 1
     max_tokens: int | None = None
-    """None = what the session allows and the context leaves."""
+    """None = as many as the session and the context allow."""
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -46,7 +46,7 @@ class Call:
     """Report the log-probability of every sampled token."""
     stream: bool = False
     stream_usage: bool = False
-    """End a stream with the usage, where the dialect has that choice."""
+    """End a stream with the usage, if the dialect offers that choice."""
     echo: dict[str, Any] = field(default_factory=dict)
     """What the dialect repeats from the request in its answer."""
 
@@ -54,14 +54,14 @@ class Call:
 @dataclass
 class Reply:
     id: str
-    """Of the response; names its first choice, so that a reward given to it goes there."""
+    """Of the response; also of its first choice, so that a reward given to this id goes there."""
     created: int
     model: str
     prompt_tokens: int
     choices: list[Completion] = field(default_factory=list)
-    """Empty where a stream begins."""
+    """Empty at the beginning of a stream."""
     tokens: list[list[str]] = field(default_factory=list)
-    """Text of each sampled token of each choice, where log-probabilities were asked for."""
+    """Text of each sampled token of each choice, if log-probabilities were asked for."""
 
     @property
     def output_tokens(self) -> int:
@@ -69,7 +69,7 @@ class Reply:
 
 
 @dataclass(frozen=True)
-class CallMade:
+class ToolCallEvent:
     """A whole tool call in a stream."""
 
     number: int
@@ -79,12 +79,12 @@ class CallMade:
     """JSON."""
 
 
-Event = Reply | Text | Reasoning | CallMade
-"""A stream is a Reply without choices, then what is said in order, then the Reply with its choice."""
+Event = Reply | Text | Reasoning | ToolCallEvent
+"""A stream is a Reply without choices, then the parts of the answer in order, then the Reply with its choice."""
 
 
 class EventWriter(Protocol):
-    """One streamed answer in a dialect's events, as the bytes that go out. `end` and `failure` come once, last."""
+    """Writes one streamed answer as a dialect's events. `end` or `failure` comes once, last."""
 
     def begin(self, reply: Reply) -> bytes: ...
 
@@ -92,7 +92,7 @@ class EventWriter(Protocol):
 
     def reasoning(self, text: str) -> bytes: ...
 
-    def call(self, call: CallMade) -> bytes: ...
+    def tool_call(self, call: ToolCallEvent) -> bytes: ...
 
     def end(self, reply: Reply) -> bytes: ...
 

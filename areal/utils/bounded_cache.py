@@ -11,7 +11,8 @@ V = TypeVar("V")
 class BoundedCache(Generic[K, V]):
     """Holds values of a total size of at most `limit`; every value counts as 1 unless `size` says otherwise.
 
-    One value larger than the limit is still held, alone. Not locked: a cache that threads share is guarded by its owner.
+    One value larger than the limit is still held, alone; a limit of 0 holds nothing. Not locked: a cache that threads
+    share is guarded by its owner.
     """
 
     def __init__(self, limit: int, size: Callable[[V], int] = lambda value: 1) -> None:
@@ -31,7 +32,7 @@ class BoundedCache(Generic[K, V]):
         self.drop(key)
         self._held[key] = value
         self._total += self._size(value)
-        while self._total > self._limit and len(self._held) > 1:
+        while self._total > self._limit and len(self._held) > min(1, self._limit):
             self._total -= self._size(self._held.popitem(last=False)[1])
 
     def drop(self, key: K) -> None:

@@ -35,7 +35,7 @@ async def ask(proxy, opened):
 
 
 def visit_of(proxy, opened):
-    return proxy.desk.find(opened["session_id"])
+    return proxy.online.find(opened["session_id"])
 
 
 @pytest.mark.parametrize("prefix", ["", "/v1"])
@@ -55,12 +55,12 @@ async def test_life_of_an_online_session_is_three_calls(proxy, prefix):
     assert (await manage(proxy, opened["session_id"], "end")).json()["ended"] is True
     assert await visit.outcome is True
     assert visit.session.tree.last.reward == 0.5
-    assert len(proxy) == len(proxy.desk) == 0
+    assert len(proxy) == len(proxy.online) == 0
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 async def test_documented_commands_work_with_nothing_but_curl(proxy):
-    waiting = asyncio.create_task(proxy.desk.expect(proxy.open_session, {}))
+    waiting = asyncio.create_task(proxy.online.offer(proxy.open_session, {}))
     await asyncio.sleep(0)
     commands = (ROOT / "docs/online.md").read_text().split("```bash\n")[2].split("```")[0]
     shell = await asyncio.create_subprocess_exec(
@@ -123,7 +123,7 @@ async def test_reward_that_comes_too_late_is_refused(start_proxy):
         async with asyncio.timeout(WAIT_SECONDS):
             await visit.outcome
     assert (await manage(proxy, opened["session_id"], "reward", {"reward": 1})).status_code == 409
-    assert len(proxy.desk) == 0
+    assert len(proxy.online) == 0
 
 
 async def test_session_that_is_never_ended_is_ended_for_its_agent(start_proxy, engine):
@@ -137,7 +137,7 @@ async def test_session_that_is_never_ended_is_ended_for_its_agent(start_proxy, e
     with pytest.raises(EpisodeTimeout):
         await visit.outcome
     assert engine.running == 0
-    assert len(proxy) == len(proxy.desk) == 0
+    assert len(proxy) == len(proxy.online) == 0
 
 
 @pytest.mark.parametrize(
@@ -199,9 +199,9 @@ async def test_base_url_is_the_way_the_caller_came(proxy):
 
 
 async def test_invitation_brings_a_task_and_waits_for_the_reward(proxy):
-    proxy.desk.by_invitation = True
+    proxy.online.offers_only = True
     assert (await open_session(proxy)).status_code == 429
-    waiting = asyncio.create_task(proxy.desk.expect(proxy.open_session, {"messages": [QUESTION]}))
+    waiting = asyncio.create_task(proxy.online.offer(proxy.open_session, {"messages": [QUESTION]}))
     await asyncio.sleep(0)
     opened = (await open_session(proxy)).json()
     assert opened["task"] == {"messages": [QUESTION]}
@@ -214,9 +214,9 @@ async def test_invitation_brings_a_task_and_waits_for_the_reward(proxy):
 
 
 async def test_invitation_that_is_withdrawn_is_not_handed_out(proxy, engine):
-    proxy.desk.by_invitation = True
-    gone = asyncio.create_task(proxy.desk.expect(proxy.open_session, 1))
-    stays = asyncio.create_task(proxy.desk.expect(proxy.open_session, 2))
+    proxy.online.offers_only = True
+    gone = asyncio.create_task(proxy.online.offer(proxy.open_session, 1))
+    stays = asyncio.create_task(proxy.online.offer(proxy.open_session, 2))
     await asyncio.sleep(0)
     gone.cancel()
     await asyncio.wait((gone,))
@@ -224,7 +224,7 @@ async def test_invitation_that_is_withdrawn_is_not_handed_out(proxy, engine):
     assert opened["task"] == 2
     stays.cancel()
     await asyncio.wait((stays,))
-    assert len(proxy) == len(proxy.desk) == 0
+    assert len(proxy) == len(proxy.online) == 0
     assert (await manage(proxy, opened["session_id"], "reward", {"reward": 1})).status_code == 409
 
 

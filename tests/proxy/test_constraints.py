@@ -352,9 +352,8 @@ def test_equal_demands_have_one_grammar_and_others_their_own() -> None:
     assert constraints.of(ask(), thinking=False) is None
 
 
-def test_demands_of_long_ago_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("areal.proxy.constraints.REMEMBERED", 1)
-    constraints = Constraints(HERMES, model().added)
+def test_demands_of_long_ago_are_forgotten() -> None:
+    constraints = Constraints(HERMES, model().added, remembered=1)
     one, two = (ask(tools=TOOLS, tool_choice="required", forced_tool=name) for name in ("now", "get_weather"))
     first = constraints.of(one, thinking=False)
     constraints.of(two, thinking=False)

@@ -139,7 +139,7 @@ async def test_pictures_are_shown_by_users_and_tools_only(client: AsyncOpenAI, r
 
 async def test_model_without_a_processor_refuses_pictures_by_name(engine: Any, tokenizer: Any) -> None:
     async with ArealOpenAI(engine, tokenizer) as blind:
-        with pytest.raises(openai.BadRequestError, match="this model sees no pictures") as refused:
+        with pytest.raises(openai.BadRequestError, match="this model takes no images") as refused:
             await blind.chat.completions.create(model="m", messages=question(RED))
     assert refused.value.param == "messages[0].content[1]"
 

@@ -62,20 +62,20 @@ async def test_answer_of_another_session_cannot_be_rewarded(start_proxy):
     await post(proxy, f"{mine['base_url']}/responses", json=BODIES["responses"])
     url = f"{proxy.origin}/sessions/{mine['session_id']}/reward"
     assert (await post(proxy, url, bearer(mine["api_key"]), json={"reward": {named: 9}})).status_code == 400
-    assert proxy.desk.find(other["session_id"]).session.tree.last.reward is None
+    assert proxy.online.find(other["session_id"]).session.tree.last.reward is None
 
 
 @pytest.mark.parametrize("verb", ["reward", "end"])
 async def test_session_cannot_reward_itself(proxy, verb):
     mine = (await post(proxy, f"{proxy.origin}/sessions", bearer(proxy.admin_key))).json()
     await post(proxy, f"{mine['base_url']}/responses", json=BODIES["responses"])
-    paths = ["", "/v1", f"/s/{proxy.desk.find(mine['session_id']).session.token}", mine["base_url"]]
+    paths = ["", "/v1", f"/s/{proxy.online.find(mine['session_id']).session.token}", mine["base_url"]]
     for path in paths:
         origin = path if path.startswith("http") else proxy.origin + path
         url = f"{origin}/sessions/{mine['session_id']}/{verb}"
         for headers in ({}, bearer(mine["api_key"]), {"x-api-key": mine["api_key"]}, bearer("guess")):
             assert (await post(proxy, url, headers, json={"reward": 9})).status_code in (401, 403, 404)
-    visit = proxy.desk.find(mine["session_id"])
+    visit = proxy.online.find(mine["session_id"])
     assert visit.session.tree.last.reward is None
     assert not visit.session.ended
 

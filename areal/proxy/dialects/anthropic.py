@@ -1,115 +1,36 @@
-"""The conversation of a Messages request, made plain. A turn there is a list of blocks; tool results are blocks of a
-user's turn there, and messages of their own here."""
+"""Anthropic's Messages: a request read, an answer written whole or as a stream, and errors.
 
-# MERGED-DOC
-# The Message object of Anthropic, whole or where a stream begins, and its errors.
-# A streamed Messages answer: one block open at a time, each started, filled and stopped.
-# Anthropic's Messages.
+A turn is a list of blocks there. Tool results are blocks of a user's turn there, and messages of their own here.
+"""
 
 from typing import Any
 
-from areal.proxy.dialects import base as sse
 from areal.proxy.dialects import fields
-from areal.proxy.dialects.base import ParameterRules, Parts, Tool, choose, function_tool, messages_picture
+from areal.proxy.dialects.base import (
+    MAX_TOKENS,
+    ContentParts,
+    Images,
+    ParameterRules,
+    Tool,
+    choose_tool,
+    function_tool,
+    sse_event,
+)
 from areal.proxy.errors import ApiError, bad_request
-from areal.proxy.types import Call, CallMade, EventWriter, Reply
-from areal.trajectory.completion import Completion
-from areal.trajectory.message import Album, Message, Picture, content_of
+from areal.proxy.types import Call, EventWriter, Reply, ToolCallEvent
+from areal.trajectory.message import Image, Message, content_of
+from areal.trajectory.tree import Completion
+from areal.utils.images import read_base64
 
-TEXT_BLOCKS = {"text": "text"}
-BLOCKS = Parts(TEXT_BLOCKS, "image", messages_picture)
+CONVERSATION = frozenset(("model", "messages", "system", "tools", "tool_choice", "output_config"))
+SAMPLING = frozenset(("max_tokens", "temperature", "top_p", "top_k", "stop_sequences"))
+HONOURED = CONVERSATION | SAMPLING | {"stream"}
+HARMLESS = frozenset(("cache_control", "diagnostics", "inference_geo", "speed", "user_profile_id", "workspace_id"))
+"""Where and how fast the hosted service computes; no answer depends on it."""
+MEANINGLESS: dict[str, tuple[Any, ...]] = {"thinking": ({"type": "disabled"},), "mcp_servers": ([],)}
+"""Parameters that are not honoured, and the values by which they ask for nothing."""
 
-
-def parse_system(body: dict[str, Any]) -> list[Message]:
-    system = body.get("system")
-    if system is None:
-        return []
-    return [{"role": "system", "content": fields.content(system, TEXT_BLOCKS, "system")}]
-
-
-def parse_messages(body: dict[str, Any], album: Album | None) -> list[Message]:
-    turns = fields.objects(body, "messages", "messages")
-    if not turns:
-        raise bad_request("messages must hold at least one message, got none", "messages")
-    messages: list[Message] = []
-    for place, turn in enumerate(turns):
-        messages += _turn(turn, f"messages[{place}]", album)
-    if messages[-1]["role"] == "assistant":
-        raise bad_request(
-            "messages must not end with the assistant: an answer cannot be begun for the model; "
-            "end with the user's message",
-            "messages",
-        )
-    return messages
-
-
-def _turn(turn: dict[str, Any], where: str, album: Album | None) -> list[Message]:
-    role = turn.get("role")
-    if role not in ("user", "assistant", "system"):
-        raise bad_request(f"{where}.role must be user or assistant, got {role!r}", f"{where}.role")
-    content = turn.get("content")
-    if isinstance(content, str):
-        return [{"role": role, "content": content}]
-    blocks = fields.objects(turn, "content", f"{where}.content")
-    places = [(block, f"{where}.content[{place}]") for place, block in enumerate(blocks)]
-    if role == "assistant":
-        return [_answer(places)]
-    return _user_turn(role, places, f"{where}.content", album if role == "user" else None)
-
-
-def _answer(blocks: list[tuple[dict[str, Any], str]]) -> Message:
-    message: Message = {"role": "assistant", "content": ""}
-    for block, where in blocks:
-        kind = block.get("type")
-        if kind == "text":
-            message["content"] += fields.text(block, "text", where)
-        elif kind == "thinking":
-            message["reasoning_content"] = message.get("reasoning_content", "") + fields.text(block, "thinking", where)
-        elif kind == "tool_use":
-            message.setdefault("tool_calls", []).append(_tool_call(block, where))
-        else:
-            raise bad_request(f"{where}.type must be text, tool_use or thinking, got {kind!r}", where)
-    if not message.get("reasoning_content", "unset"):
-        del message["reasoning_content"]
-    return message
-
-
-def _user_turn(role: str, blocks: list[tuple[dict[str, Any], str]], where: str, album: Album | None) -> list[Message]:
-    """Texts and pictures beside each other are one message; every tool result is one of its own."""
-    messages: list[Message] = []
-    said: list[str | Picture] = []
-    for block, place in blocks:
-        if block.get("type") == "tool_result":
-            messages += _said(role, said)
-            messages.append(_tool_result(block, place, album))
-            said = []
-        else:
-            said.append(BLOCKS.part(block, place, album))
-    messages += _said(role, said)
-    if not messages:
-        raise bad_request(f"{where} must be text or a list of blocks, got none", where)
-    return messages
-
-
-def _said(role: str, said: list[str | Picture]) -> list[Message]:
-    return [{"role": role, "content": content_of(said)}] if said else []
-
-
-def _tool_call(block: dict[str, Any], where: str) -> dict[str, Any]:
-    name = fields.text(block, "name", f"{where}.name")
-    arguments = fields.mapping(block, "input", f"{where}.input")
-    call_id = fields.text(block, "id", f"{where}.id")
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
-
-
-def _tool_result(block: dict[str, Any], where: str, album: Album | None) -> Message:
-    content = block.get("content")
-    return {
-        "role": "tool",
-        "tool_call_id": fields.text(block, "tool_use_id", f"{where}.tool_use_id"),
-        "content": "" if content is None else BLOCKS.content(content, f"{where}.content", album),
-    }
-
+TOOL_CHOICES = {"auto": "auto", "any": "required", "tool": "named", "none": "none"}
 
 ERROR_TYPES = {
     400: "invalid_request_error",
@@ -122,24 +43,220 @@ ERROR_TYPES = {
     503: "overloaded_error",
 }
 
+Block = dict[str, Any]
 
-def _message(call: Call, reply: Reply) -> dict[str, Any]:
-    """Every field of the object; a reply without choices has said nothing yet."""
+
+def parse(body: dict[str, Any], rules: ParameterRules) -> Call:
+    """Raises ApiError 400 naming the parameter."""
+    rules.refuse_unsupported(body, HONOURED | HARMLESS, MEANINGLESS)
+    limit = fields.integer(body, "max_tokens", 1, MAX_TOKENS)
+    if limit is None:
+        raise bad_request("max_tokens must be given: how many tokens the answer may have, got none", "max_tokens")
+    call = Call(
+        messages=[*_system(body), *_messages(body, rules.images)],
+        id_prefix="msg_",
+        model=fields.optional_text(body, "model") or "",
+        tools=_tools(body, rules) or None,
+        response_format=_format(body, rules),
+        format_param="output_config",
+        max_tokens=limit,
+        temperature=fields.number(body, "temperature", 0, 1),
+        top_p=fields.top_p(body),
+        top_k=fields.integer(body, "top_k", 0, MAX_TOKENS),
+        stop=fields.texts(body, "stop_sequences"),
+        stream=fields.boolean(body, "stream", False),
+    )
+    _tool_choice(call, fields.mapping(body, "tool_choice", "tool_choice"))
+    return call
+
+
+def _system(body: dict[str, Any]) -> list[Message]:
+    system = body.get("system")
+    return [] if system is None else [{"role": "system", "content": BLOCKS.text(system, "system")}]
+
+
+def _messages(body: dict[str, Any], images: Images) -> list[Message]:
+    turns = fields.objects(body, "messages", "messages")
+    if not turns:
+        raise bad_request("messages must hold at least one message, got none", "messages")
+    messages: list[Message] = []
+    for place, turn in enumerate(turns):
+        messages += _turn(turn, f"messages[{place}]", images)
+    if messages[-1]["role"] == "assistant":
+        raise bad_request(
+            "messages must not end with the assistant: an answer cannot be begun for the model; "
+            "end with the user's message",
+            "messages",
+        )
+    return messages
+
+
+def _turn(turn: dict[str, Any], where: str, images: Images) -> list[Message]:
+    role = turn.get("role")
+    if role not in ("user", "assistant", "system"):
+        raise bad_request(f"{where}.role must be user or assistant, got {role!r}", f"{where}.role")
+    content = turn.get("content")
+    if isinstance(content, str):
+        return [{"role": role, "content": content}]
+    where = f"{where}.content"
+    blocks = [(block, f"{where}[{place}]") for place, block in enumerate(fields.objects(turn, "content", where))]
+    if role == "assistant":
+        return [_assistant_message(blocks)]
+    return _user_messages(role, blocks, where, images if role == "user" else None)
+
+
+def _assistant_message(blocks: list[tuple[Block, str]]) -> Message:
+    message: Message = {"role": "assistant", "content": ""}
+    for block, where in blocks:
+        kind = block.get("type")
+        if kind == "text":
+            message["content"] += fields.text(block, "text", where)
+        elif kind == "thinking":
+            message["reasoning_content"] = message.get("reasoning_content", "") + fields.text(block, "thinking", where)
+        elif kind == "tool_use":
+            message.setdefault("tool_calls", []).append(_tool_call(block, where))
+        else:
+            raise bad_request(f"{where}.type must be text, tool_use or thinking, got {kind!r}", where)
+    if message.get("reasoning_content") == "":
+        del message["reasoning_content"]
+    return message
+
+
+def _user_messages(role: str, blocks: list[tuple[Block, str]], where: str, images: Images) -> list[Message]:
+    """Texts and images in a row are one message; every tool result is a message of its own."""
+    messages: list[Message] = []
+    parts: list[str | Image] = []
+    for block, place in blocks:
+        if block.get("type") == "tool_result":
+            messages += _message_of(role, parts)
+            messages.append(_tool_result(block, place, images))
+            parts = []
+        else:
+            parts.append(BLOCKS.part(block, place, images))
+    messages += _message_of(role, parts)
+    if not messages:
+        raise bad_request(f"{where} must be text or a list of blocks, got none", where)
+    return messages
+
+
+def _message_of(role: str, parts: list[str | Image]) -> list[Message]:
+    return [{"role": role, "content": content_of(parts)}] if parts else []
+
+
+def _image(block: Block, where: str) -> bytes:
+    source = fields.mapping(block, "source", f"{where}.source")
+    if source.get("type") != "base64":
+        raise bad_request(
+            f"{where}.source.type must be base64: nothing is downloaded here, got {source.get('type')!r}", where
+        )
+    return read_base64(fields.text(source, "data", f"{where}.source.data"))
+
+
+BLOCKS = ContentParts({"text": "text"}, "image", _image)
+
+
+def _tool_call(block: Block, where: str) -> dict[str, Any]:
+    name = fields.text(block, "name", f"{where}.name")
+    arguments = fields.mapping(block, "input", f"{where}.input")
+    call_id = fields.text(block, "id", f"{where}.id")
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _tool_result(block: Block, where: str, images: Images) -> Message:
+    content = block.get("content")
+    return {
+        "role": "tool",
+        "tool_call_id": fields.text(block, "tool_use_id", f"{where}.tool_use_id"),
+        "content": "" if content is None else BLOCKS.content(content, f"{where}.content", images),
+    }
+
+
+def _tools(body: dict[str, Any], rules: ParameterRules) -> list[Tool]:
+    tools = []
+    for place, tool in enumerate(fields.objects(body, "tools", "tools")):
+        if tool.get("type") not in (None, "custom"):
+            rules.refuse("tools", tool["type"], "must be the client's own: hosted ones are not served here")
+            continue
+        tools.append(function_tool(tool, "input_schema", f"tools[{place}]"))
+    return tools
+
+
+def _tool_choice(call: Call, choice: dict[str, Any]) -> None:
+    kind = choice.get("type", "auto")
+    if not isinstance(kind, str) or kind not in TOOL_CHOICES:
+        raise bad_request(f"tool_choice.type must be one of {', '.join(TOOL_CHOICES)}, got {kind!r}", "tool_choice")
+    choose_tool(call, TOOL_CHOICES[kind], choice.get("name"))
+    call.parallel_tool_calls = not fields.boolean(choice, "disable_parallel_tool_use", False)
+
+
+def _format(body: dict[str, Any], rules: ParameterRules) -> dict[str, Any] | None:
+    config = fields.mapping(body, "output_config", "output_config")
+    if unknown := {name: value for name, value in config.items() if name != "format" and value is not None}:
+        rules.refuse("output_config", unknown, "may have a format only")
+    wanted = fields.mapping(config, "format", "output_config.format")
+    if not wanted:
+        return None
+    if wanted.get("type") != "json_schema":
+        raise bad_request(f"output_config.format.type must be json_schema, got {wanted.get('type')!r}", "output_config")
+    schema = fields.mapping(wanted, "schema", "output_config.format.schema")
+    return {"type": "json_schema", "schema": schema, "strict": True}
+
+
+def render(call: Call, reply: Reply) -> dict[str, Any]:
+    """Every field of the object; a reply without choices has no content yet."""
     completion = reply.choices[0] if reply.choices else None
     return {
         "id": reply.id,
         "type": "message",
         "role": "assistant",
         "model": reply.model,
-        "content": [] if completion is None else _blocks(completion),
+        "content": [] if completion is None else _content(completion),
         **_ending(call, completion),
         "usage": _usage(reply),
     }
 
 
+def _content(completion: Completion) -> list[Block]:
+    message = completion.message
+    calls = [
+        _tool_block(call["id"], call["function"]["name"], call["function"]["arguments"])
+        for call in message.get("tool_calls", ())
+    ]
+    blocks = [_thinking_block(message["reasoning_content"])] if message.get("reasoning_content") else []
+    if message["content"] or not calls:
+        blocks.append(_text_block(message["content"]))
+    return [*blocks, *calls]
+
+
+def _text_block(text: str) -> Block:
+    return {"type": "text", "text": text, "citations": None}
+
+
+def _thinking_block(text: str) -> Block:
+    return {"type": "thinking", "thinking": text, "signature": ""}
+
+
+def _tool_block(call_id: str, name: str, arguments: dict[str, Any]) -> Block:
+    return {"type": "tool_use", "id": call_id, "name": name, "input": arguments}
+
+
 def _ending(call: Call, completion: Completion | None) -> dict[str, Any]:
-    stopped_at = None if completion is None else _stop_text(call, completion)
-    return {"stop_reason": _stop_reason(completion, stopped_at), "stop_sequence": stopped_at}
+    if completion is None:
+        return {"stop_reason": None, "stop_sequence": None}
+    stop_text = _stop_text(call, completion)
+    if completion.truncated:
+        reason = "max_tokens"
+    elif completion.message.get("tool_calls"):
+        reason = "tool_use"
+    else:
+        reason = "end_turn" if stop_text is None else "stop_sequence"
+    return {"stop_reason": reason, "stop_sequence": stop_text}
+
+
+def _stop_text(call: Call, completion: Completion) -> str | None:
+    """The stop text that ended the answer: the first one in it."""
+    found = [(at, stop) for stop in call.stop or () if (at := completion.text.find(stop)) >= 0]
+    return min(found)[1] if found else None
 
 
 def _usage(reply: Reply) -> dict[str, Any]:
@@ -151,58 +268,13 @@ def _usage(reply: Reply) -> dict[str, Any]:
     }
 
 
-def error(failure: ApiError) -> dict[str, Any]:
-    """`code` is ours: it names what the type leaves open, such as a conversation that is too long."""
-    kind = ERROR_TYPES.get(failure.status, "invalid_request_error")
-    body: dict[str, Any] = {"type": kind, "message": failure.message}
-    if failure.code is not None:
-        body["code"] = failure.code
-    if failure.param == "thread":  # by this, the SDK's tool runner goes on without threads
-        body["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
-    return {"type": "error", "error": body, "request_id": None}
-
-
-def _text_block(text: str) -> dict[str, Any]:
-    return {"type": "text", "text": text, "citations": None}
-
-
-def _thinking_block(text: str) -> dict[str, Any]:
-    return {"type": "thinking", "thinking": text, "signature": ""}
-
-
-def _tool_block(call_id: str, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "tool_use", "id": call_id, "name": name, "input": arguments}
-
-
-def _blocks(completion: Completion) -> list[dict[str, Any]]:
-    said = completion.message
-    calls = [
-        _tool_block(call["id"], call["function"]["name"], call["function"]["arguments"])
-        for call in said.get("tool_calls", ())
-    ]
-    blocks = [_thinking_block(said["reasoning_content"])] if said.get("reasoning_content") else []
-    if said["content"] or not calls:
-        blocks.append(_text_block(said["content"]))
-    return [*blocks, *calls]
-
-
-def _stop_reason(completion: Completion | None, stopped_at: str | None) -> str | None:
-    if completion is None:
-        return None
-    if completion.truncated:
-        return "max_tokens"
-    if completion.message.get("tool_calls"):
-        return "tool_use"
-    return "end_turn" if stopped_at is None else "stop_sequence"
-
-
-def _stop_text(call: Call, completion: Completion) -> str | None:
-    """The stop text that ended the answer: the one that stands first."""
-    found = [(at, stop) for stop in call.stop or () if (at := completion.text.find(stop)) >= 0]
-    return min(found)[1] if found else None
+def writer(call: Call) -> EventWriter:
+    return MessageWriter(call)
 
 
 class MessageWriter:
+    """Keeps one block open at a time: each is started, filled and stopped."""
+
     def __init__(self, call: Call) -> None:
         self._call = call
         self._blocks = 0
@@ -210,7 +282,7 @@ class MessageWriter:
         """Type of the block that is open."""
 
     def begin(self, reply: Reply) -> bytes:
-        return self._event("message_start", message=_message(self._call, reply))
+        return self._event("message_start", message=render(self._call, reply))
 
     def text(self, text: str) -> bytes:
         return self._block("text", _text_block("")) + self._delta(type="text_delta", text=text)
@@ -218,7 +290,7 @@ class MessageWriter:
     def reasoning(self, text: str) -> bytes:
         return self._block("thinking", _thinking_block("")) + self._delta(type="thinking_delta", thinking=text)
 
-    def call(self, call: CallMade) -> bytes:
+    def tool_call(self, call: ToolCallEvent) -> bytes:
         opening = self._close() + self._block("tool_use", _tool_block(call.id, call.name, {}))
         return opening + self._delta(type="input_json_delta", partial_json=call.arguments)
 
@@ -233,9 +305,9 @@ class MessageWriter:
         )
 
     def failure(self, failure: ApiError) -> bytes:
-        return sse.event("error", error(failure))
+        return sse_event("error", error(failure))
 
-    def _block(self, kind: str, content: dict[str, Any]) -> bytes:
+    def _block(self, kind: str, content: Block) -> bytes:
         """Open a block of that type, unless it is open."""
         if self._open == kind:
             return b""
@@ -254,81 +326,15 @@ class MessageWriter:
         return self._event("content_block_delta", index=self._blocks - 1, delta=delta)
 
     def _event(self, name: str, /, **values: Any) -> bytes:
-        return sse.event(name, {"type": name, **values})
+        return sse_event(name, {"type": name, **values})
 
 
-__all__ = ["error", "parse", "render", "writer"]
-
-CONVERSATION = frozenset(("model", "messages", "system", "tools", "tool_choice", "output_config"))
-SAMPLING = frozenset(("max_tokens", "temperature", "top_p", "top_k", "stop_sequences"))
-HONOURED = CONVERSATION | SAMPLING | {"stream"}
-HARMLESS = frozenset(("cache_control", "diagnostics", "inference_geo", "speed", "user_profile_id", "workspace_id"))
-"""Where and how fast the hosted service computes; no answer depends on it."""
-
-MEANINGLESS: dict[str, tuple[Any, ...]] = {"thinking": ({"type": "disabled"},), "mcp_servers": ([],)}
-"""Parameters that are not honoured, and the values by which they ask for nothing."""
-
-CHOICES = {"auto": "auto", "any": "required", "tool": "named", "none": "none"}
-
-
-def parse(body: dict[str, Any], terms: ParameterRules) -> Call:
-    """Raises ApiError 400 naming the parameter."""
-    terms.refuse_unsupported(body, HONOURED | HARMLESS, MEANINGLESS)
-    limit = fields.integer(body, "max_tokens", 1, 2**31)
-    if limit is None:
-        raise bad_request("max_tokens must be given: how many tokens the answer may have, got none", "max_tokens")
-    call = Call(
-        messages=[*parse_system(body), *parse_messages(body, terms.album)],
-        id_prefix="msg_",
-        model=fields.text(body, "model", "model") if body.get("model") is not None else "",
-        tools=_tools(body, terms) or None,
-        response_format=_format(body, terms),
-        format_param="output_config",
-        max_tokens=limit,
-        temperature=fields.number(body, "temperature", 0, 1),
-        top_p=fields.top_p(body),
-        top_k=fields.integer(body, "top_k", 0, 2**31),
-        stop=fields.texts(body, "stop_sequences"),
-        stream=fields.boolean(body, "stream", False),
-    )
-    _choose_tool(call, fields.mapping(body, "tool_choice", "tool_choice"))
-    return call
-
-
-def render(call: Call, reply: Reply) -> dict[str, Any]:
-    return _message(call, reply)
-
-
-def writer(call: Call) -> EventWriter:
-    return MessageWriter(call)
-
-
-def _tools(body: dict[str, Any], terms: ParameterRules) -> list[Tool]:
-    tools = []
-    for place, tool in enumerate(fields.objects(body, "tools", "tools")):
-        if tool.get("type") not in (None, "custom"):
-            terms.refuse("tools", tool["type"], "must be of the client's own: hosted ones are not served here")
-            continue
-        tools.append(function_tool(tool, "input_schema", f"tools[{place}]"))
-    return tools
-
-
-def _choose_tool(call: Call, choice: dict[str, Any]) -> None:
-    kind = choice.get("type", "auto")
-    if not isinstance(kind, str) or kind not in CHOICES:
-        raise bad_request(f"tool_choice.type must be one of {', '.join(CHOICES)}, got {kind!r}", "tool_choice")
-    choose(call, CHOICES[kind], choice.get("name"))
-    call.parallel_tool_calls = not fields.boolean(choice, "disable_parallel_tool_use", False)
-
-
-def _format(body: dict[str, Any], terms: ParameterRules) -> dict[str, Any] | None:
-    wanted = fields.mapping(body, "output_config", "output_config")
-    if unknown := {name: value for name, value in wanted.items() if name != "format" and value is not None}:
-        terms.refuse("output_config", unknown, "may have a format only")
-    form = fields.mapping(wanted, "format", "output_config.format")
-    if not form:
-        return None
-    if form.get("type") != "json_schema":
-        raise bad_request(f"output_config.format.type must be json_schema, got {form.get('type')!r}", "output_config")
-    schema = fields.mapping(form, "schema", "output_config.format.schema")
-    return {"type": "json_schema", "schema": schema, "strict": True}
+def error(failure: ApiError) -> dict[str, Any]:
+    """`code` is our addition: it says what the type leaves open, such as a conversation that is too long."""
+    kind = ERROR_TYPES.get(failure.status, "invalid_request_error")
+    body: dict[str, Any] = {"type": kind, "message": failure.message}
+    if failure.code is not None:
+        body["code"] = failure.code
+    if failure.param == "thread":  # by this, the SDK's tool runner goes on without threads
+        body["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    return {"type": "error", "error": body, "request_id": None}

@@ -1,60 +1,68 @@
-"""Server-sent events: the frames in which every dialect streams."""
+"""What dialects share: the protocol they follow, rules about parameters, content with images, tools, and events.
 
-# MERGED-DOC
-# What every dialect holds to: a parameter is honoured, harmless, or refused by name; none is ignored in silence.
-# Content that may show pictures. They come with the request: no file of this machine is read, nothing is fetched.
-# Tools and the choice among them. However a client spells a tool, the template sees one spelling of it.
+Every dialect holds to one rule: a parameter is honoured, harmless, or refused by name; none is ignored in silence.
+Images come with the request: no file of this machine is read and nothing is downloaded.
+"""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import orjson
 
 from areal.proxy.dialects import fields
-from areal.proxy.errors import bad_request
-from areal.proxy.types import Call
-from areal.trajectory.message import Album, Content, Picture, content_of
-from areal.utils.images import ImageError, read_base64, read_data_url
+from areal.proxy.errors import ApiError, bad_request
+from areal.proxy.types import Call, EventWriter, Reply
+from areal.trajectory.message import Content, Image, ImageCache, content_of
+from areal.utils.images import ImageError
 from areal.utils.logging import getLogger
-
-DONE = b"data: [DONE]\n\n"
-
-LINE_BREAKS = {"\x85".encode(): rb"\u0085", "\u2028".encode(): rb"\u2028", "\u2029".encode(): rb"\u2029"}
-"""Legal inside JSON and no line breaks to the standard, but many clients split their lines there."""
-
-
-def data(value: dict[str, Any]) -> bytes:
-    """One line, to whoever reads it: JSON escapes the plain line breaks, and the rest are escaped here."""
-    line = orjson.dumps(value)
-    for character, escape in LINE_BREAKS.items():
-        line = line.replace(character, escape)
-    return b"data: " + line + b"\n\n"
-
-
-def event(name: str, value: dict[str, Any]) -> bytes:
-    return b"event: " + name.encode() + b"\n" + data(value)
-
 
 HARMLESS = frozenset(
     ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
 )
 """Bookkeeping of the hosted services; no answer depends on it."""
 
+MAX_TOKENS = 2**31
+"""The largest number of tokens that a request may ask for; the model's context is the real limit."""
+
+Images = ImageCache | None
+"""Where the images of a request are kept; None = the model takes no images."""
+
+
+class Dialect(Protocol):
+    """What each module of this package in `DIALECTS` has."""
+
+    def parse(self, body: dict[str, Any], rules: "ParameterRules") -> Call:
+        """Read a request. Raises ApiError 400 naming the parameter."""
+        ...
+
+    def render(self, call: Call, reply: Reply) -> dict[str, Any]:
+        """Write a whole answer."""
+        ...
+
+    def writer(self, call: Call) -> EventWriter:
+        """Write a streamed answer."""
+        ...
+
+    def error(self, failure: ApiError) -> dict[str, Any]:
+        """Write the body of a failure."""
+        ...
+
 
 @dataclass(frozen=True)
 class ParameterRules:
+    """What the proxy's settings allow a request to ask for."""
+
     max_choices: int = 128
     """Largest `n` of one request."""
     drop_params: bool = False
     """Go on without what cannot be honoured, with a line in the log the first time, instead of refusing."""
-    album: Album | None = None
-    """Where pictures are kept; None = the model sees none."""
+    images: Images = None
     dropped: set[str] = field(default_factory=set)
     """What the log has named already."""
 
     def refuse(self, name: str, value: Any, rule: str) -> None:
-        """Raises ApiError 400 naming the parameter; returns where it is to be dropped."""
+        """Raises ApiError 400 naming the parameter, or returns if the parameter is to be dropped."""
         if not self.drop_params:
             raise bad_request(f"{name} {rule}, got {value!r:.200}; leave it out", name)
         if name not in self.dropped:
@@ -72,61 +80,59 @@ class ParameterRules:
 
 
 @dataclass(frozen=True)
-class Parts:
-    """How a dialect writes the parts of content."""
+class ContentParts:
+    """How a dialect writes content that is a list of parts."""
 
     texts: Mapping[str, str]
-    """Types of texts, and the key under which each has it."""
-    picture: str
-    """The type of pictures."""
-    read: Callable[[dict[str, Any], str], bytes]
-    """The bytes of such a part, given where it stands. Raises ImageError or ApiError."""
+    """Types of text parts, and the key of each one's text."""
+    image: str = ""
+    """The type of image parts; empty = there are none."""
+    read_image: Callable[[dict[str, Any], str], bytes] | None = None
+    """The bytes of an image part, given its path in the request. Raises ImageError or ApiError."""
 
-    def content(self, value: Any, where: str, album: Album | None) -> Content:
-        """Text, or a list of parts; without an album, of texts only. Raises ApiError 400 naming the part."""
+    def text(self, value: Any, where: str) -> str:
+        """Content without images. Raises ApiError 400 naming the part."""
         if isinstance(value, str):
             return value
-        if not isinstance(value, list):
-            raise bad_request(f"{where} must be text or a list of parts, got {value!r:.200}", where)
-        return content_of([self.part(part, f"{where}[{place}]", album) for place, part in enumerate(value)])
+        return "".join(self._text_of(part, place) for part, place in _listed(value, where))
 
-    def part(self, part: Any, where: str, album: Album | None) -> str | Picture:
-        if not isinstance(part, dict) or part.get("type") != self.picture:
-            return fields.part(part, self.texts, where, "" if album is None else f" or {self.picture}")
-        if album is None:
+    def content(self, value: Any, where: str, images: Images) -> Content:
+        """Content with images, if the model takes any. Raises ApiError 400 naming the part."""
+        if isinstance(value, str):
+            return value
+        return content_of([self.part(part, place, images) for part, place in _listed(value, where)])
+
+    def part(self, part: Any, where: str, images: Images) -> str | Image:
+        if self.read_image is None or not isinstance(part, dict) or part.get("type") != self.image:
+            return self._text_of(part, where, "" if images is None else f" or {self.image}")
+        if images is None:
             text = next(iter(self.texts))
-            raise bad_request(f"{where}.type must be {text}: this model sees no pictures, got {self.picture!r}", where)
+            raise bad_request(f"{where}.type must be {text}: this model takes no images, got {self.image!r}", where)
         try:
-            return album.picture(self.read(part, where))
+            return images.get(self.read_image(part, where))
         except ImageError as error:
             raise bad_request(f"{where}: {error}", where) from None
 
-
-def chat_picture(part: dict[str, Any], where: str) -> bytes:
-    """`detail` is a wish to hosted models: the model's own processor decides how it is shown."""
-    return read_data_url(fields.text(fields.mapping(part, "image_url", where), "url", f"{where}.image_url.url"))
-
-
-def responses_picture(part: dict[str, Any], where: str) -> bytes:
-    if part.get("file_id") is not None:
-        raise bad_request(f"{where}.file_id is not supported; send image_url with a data URL", where)
-    return read_data_url(fields.text(part, "image_url", f"{where}.image_url"))
+    def _text_of(self, part: Any, where: str, or_else: str = "") -> str:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if not isinstance(kind, str) or kind not in self.texts:
+            raise bad_request(f"{where}.type must be {next(iter(self.texts))}{or_else}, got {kind!r}", where)
+        return fields.text(part, self.texts[kind], where)
 
 
-def messages_picture(block: dict[str, Any], where: str) -> bytes:
-    source = fields.mapping(block, "source", f"{where}.source")
-    if source.get("type") != "base64":
-        raise bad_request(
-            f"{where}.source.type must be base64: nothing is downloaded here, got {source.get('type')!r}", where
-        )
-    return read_base64(fields.text(source, "data", f"{where}.source.data"))
+def _listed(value: Any, where: str) -> Iterator[tuple[Any, str]]:
+    """The parts, each with its path."""
+    if not isinstance(value, list):
+        raise bad_request(f"{where} must be text or a list of parts, got {value!r:.200}", where)
+    return ((part, f"{where}[{place}]") for place, part in enumerate(value))
 
 
 Tool = dict[str, Any]
+"""As Chat Completions nests it, however the client spells it: the spelling that chat templates know."""
 
 
 def function_tool(wire: dict[str, Any], schema_key: str, where: str) -> Tool:
-    """As Chat Completions nests it; `wire` has the function's fields, its schema under `schema_key`."""
+    """`wire` has the function's fields, with its schema under `schema_key`."""
     function: dict[str, Any] = {"name": fields.text(wire, "name", f"{where}.name")}
     if wire.get("description") is not None:
         function["description"] = fields.text(wire, "description", f"{where}.description")
@@ -137,7 +143,7 @@ def function_tool(wire: dict[str, Any], schema_key: str, where: str) -> Tool:
     return {"type": "function", "function": function}
 
 
-def choose(call: Call, kind: str, name: str | None = None) -> None:
+def choose_tool(call: Call, kind: str, name: str | None = None) -> None:
     """Write a choice of kind auto, none, required or named into the call."""
     if kind == "none":
         call.tools = None
@@ -150,3 +156,51 @@ def choose(call: Call, kind: str, name: str | None = None) -> None:
                 f"tool_choice must name one of the tools, {', '.join(names)}, got {name!r}", "tool_choice"
             )
         call.tool_choice, call.forced_tool = "required", name
+
+
+def openai_tool_choice(call: Call, body: dict[str, Any], rules: ParameterRules, nested: str | None = None) -> None:
+    """`tool_choice` as both of OpenAI's dialects have it; `nested` is the key under which one holds the tool's name."""
+    choice = body.get("tool_choice")
+    if choice in (None, "auto", "none", "required"):
+        choose_tool(call, choice or "auto")
+    elif isinstance(choice, dict) and choice.get("type") == "function":
+        named = choice if nested is None else fields.mapping(choice, nested, f"tool_choice.{nested}")
+        choose_tool(call, "named", named.get("name"))
+    else:
+        rules.refuse("tool_choice", choice, "must be auto, none, required or a function")
+
+
+def openai_format(wanted: dict[str, Any], where: str, nested: str | None = None) -> dict[str, Any] | None:
+    """The response format as `Call` has it; `nested` is the key under which one of the dialects holds the schema."""
+    kind = wanted.get("type", "text")
+    if kind == "json_schema":
+        path = where if nested is None else f"{where}.{nested}"
+        described = wanted if nested is None else fields.mapping(wanted, nested, path)
+        schema = fields.mapping(described, "schema", f"{path}.schema")
+        return {"type": "json_schema", "schema": schema, "strict": fields.boolean(described, "strict", False)}
+    if kind not in ("text", "json_object"):
+        raise bad_request(f"{where}.type must be text, json_object or json_schema, got {kind!r}", where)
+    return {"type": "json_object"} if kind == "json_object" else None
+
+
+def openai_error(failure: ApiError) -> dict[str, Any]:
+    body = {"message": failure.message, "type": failure.kind, "param": failure.param, "code": failure.code}
+    return {"error": body}
+
+
+SSE_DONE = b"data: [DONE]\n\n"
+
+_LINE_BREAKS = {"\x85".encode(): rb"\u0085", "\u2028".encode(): rb"\u2028", "\u2029".encode(): rb"\u2029"}
+"""Legal inside JSON and no line breaks to the standard, but many clients split their lines there."""
+
+
+def sse_data(value: dict[str, Any]) -> bytes:
+    """A server-sent event on one line for every client: JSON escapes plain line breaks, the others are escaped here."""
+    line = orjson.dumps(value)
+    for character, escape in _LINE_BREAKS.items():
+        line = line.replace(character, escape)
+    return b"data: " + line + b"\n\n"
+
+
+def sse_event(name: str, value: dict[str, Any]) -> bytes:
+    return b"event: " + name.encode() + b"\n" + sse_data(value)

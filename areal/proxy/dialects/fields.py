@@ -1,6 +1,5 @@
-"""Reading one field of a JSON body: right kind, right range, or a 400 that names it. `None` counts as absent."""
+"""Reading one field of a JSON body: the right kind and range, or a 400 that names it. `None` counts as absent."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from areal.proxy.errors import bad_request
@@ -33,36 +32,23 @@ def number(body: dict[str, Any], name: str, low: float, high: float) -> float | 
     return float(value)
 
 
+def top_p(body: dict[str, Any]) -> float | None:
+    value = number(body, "top_p", 0, 1)
+    if value == 0:
+        raise bad_request("top_p must be above 0, got 0; use temperature 0 for the likeliest token", "top_p")
+    return value
+
+
 def text(body: dict[str, Any], name: str, where: str) -> str:
+    """A text that must be there; `where` is its full path for the error."""
     value = body.get(name)
     if not isinstance(value, str):
         raise bad_request(f"{where} must be text, got {value!r}", where)
     return value
 
 
-def objects(body: dict[str, Any], name: str, where: str) -> list[dict[str, Any]]:
-    value = body.get(name)
-    if value is None:
-        return []
-    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-        raise bad_request(f"{where} must be a list of objects, got {value!r:.200}", where)
-    return value
-
-
-def mapping(body: dict[str, Any], name: str, where: str) -> dict[str, Any]:
-    value = body.get(name)
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        raise bad_request(f"{where} must be an object, got {value!r:.200}", where)
-    return value
-
-
-def top_p(body: dict[str, Any]) -> float | None:
-    value = number(body, "top_p", 0, 1)
-    if value == 0:
-        raise bad_request("top_p must be above 0, got 0; use temperature 0 for the likeliest token", "top_p")
-    return value
+def optional_text(body: dict[str, Any], name: str) -> str | None:
+    return None if body.get(name) is None else text(body, name, name)
 
 
 def texts(body: dict[str, Any], name: str) -> list[str] | None:
@@ -76,18 +62,19 @@ def texts(body: dict[str, Any], name: str) -> list[str] | None:
     return listed
 
 
-def content(value: Any, kinds: Mapping[str, str], where: str) -> str:
-    """Text, or a list of parts that are texts; `kinds` says under which key each type of part has it."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise bad_request(f"{where} must be text or a list of parts, got {value!r:.200}", where)
-    return "".join(part(each, kinds, f"{where}[{place}]") for place, each in enumerate(value))
+def mapping(body: dict[str, Any], name: str, where: str) -> dict[str, Any]:
+    value = body.get(name)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise bad_request(f"{where} must be an object, got {value!r:.200}", where)
+    return value
 
 
-def part(part: Any, kinds: Mapping[str, str], where: str, others: str = "") -> str:
-    """One of those texts; `others` is what else might have stood there."""
-    kind = part.get("type") if isinstance(part, dict) else None
-    if not isinstance(kind, str) or kind not in kinds:
-        raise bad_request(f"{where}.type must be {next(iter(kinds))}{others}, got {kind!r}", where)
-    return text(part, kinds[kind], where)
+def objects(body: dict[str, Any], name: str, where: str) -> list[dict[str, Any]]:
+    value = body.get(name)
+    if value is None:
+        return []
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        raise bad_request(f"{where} must be a list of objects, got {value!r:.200}", where)
+    return value
