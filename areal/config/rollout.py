@@ -42,6 +42,11 @@ class GenerationHyperparameters:
         require(0 < self.top_p <= 1, f"top_p must lie in (0, 1], got {self.top_p}; use 1 for no limit")
         require(self.top_k >= 0, f"top_k must be >= 0, got {self.top_k}; use 0 for no limit")
 
+    @property
+    def sampling_temperature(self) -> float:
+        """What logits are divided by: a greedy choice is made on undivided ones."""
+        return 1.0 if self.greedy else self.temperature or 1.0
+
     def new(self, **overrides: Any) -> "GenerationHyperparameters":
         """A copy with some fields changed."""
         return replace(self, **overrides)

@@ -1,7 +1,7 @@
-"""What one episode is: workflows in tokens, and example agents that speak to the model over HTTP.
+"""What one episode is: workflows that exchange tokens with the engine, and example agents that use the model over HTTP.
 
-Refuses to know who runs episodes (rollout/) and which engine or proxy is behind them. The names below load on first
-use: agents live in this room too, and run in processes that need no torch.
+Refuses to know who runs episodes (rollout/) and which engine or proxy serves them. The names below load on first use:
+the agents of this package run in processes that need no torch.
 """
 
 from importlib import import_module
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MultiTurnWorkflow", "RLVRWorkflow", "VisionRLVRWorkflow"]
 
-_HOMES = {
+_MODULES = {
     "MultiTurnWorkflow": "areal.workflow.multi_turn",
     "RLVRWorkflow": "areal.workflow.rlvr",
     "VisionRLVRWorkflow": "areal.workflow.vision_rlvr",
@@ -22,6 +22,6 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'areal.workflow' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_MODULES[name]), name)

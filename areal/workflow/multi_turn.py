@@ -1,6 +1,6 @@
-"""The same question until the answer is right: after a wrong one the model is told so, and tries again.
+"""The same question until the answer is right: after a wrong answer the user says so, and the model tries again.
 
-An episode is a conversation: each try continues the ids of the one before, and pays back to it what it earns. Its rows
+An episode is a conversation: each try continues the ids of the one before, and its return flows back to it. The rows
 are those of an agent that holds the same conversation through the proxy.
 """
 
@@ -26,8 +26,8 @@ class MultiTurnWorkflow(RLVRWorkflow):
     """Completes `data["messages"]` up to `max_turns` times, or until a reward reaches `threshold`.
 
     The reward function is called for every try, as RLVRWorkflow calls it; `prompt` is then the conversation so far.
-    The return of a try is its own reward plus `turn_discount` times that of the next one. Recorded are `turns`, and as
-    0 or 1 whether the first try (`first_try`) and any try (`success`) was right.
+    The return of a try is its own reward plus `turn_discount` times that of the next one. It records `turns`, and as 0
+    or 1 whether the first try (`first_try`) and any try (`success`) was right.
     """
 
     def __init__(
@@ -74,7 +74,9 @@ class MultiTurnWorkflow(RLVRWorkflow):
         reward = await self._score(self._renderer.decode(prompt.ids), answer, response, data)
         if reward is None:
             return None
-        node = tree.add(prompt, response, answer, completion_id=uuid.uuid4().hex, temperature=self._temperature)
+        node = tree.add(
+            prompt, response, answer, completion_id=uuid.uuid4().hex, temperature=self.gconfig.sampling_temperature
+        )
         node.reward = reward
         return reward
 

@@ -1,6 +1,6 @@
 """One question, one completion, one verifiable reward: the shortest episode, without HTTP.
 
-Prompts are rendered and answers read as the proxy does it, so the same task gives the same tokens through either door.
+Prompts are rendered and answers are read as the proxy does it, so a task gives the same tokens either way.
 """
 
 import inspect
@@ -22,18 +22,19 @@ from areal.trajectory.answer import Answer, read_answer
 from areal.trajectory.rendering import Renderer
 from areal.trajectory.tensors import tensors_of_response
 from areal.utils import stats_tracker
+from areal.utils.bounded_cache import BoundedCache
 
 POSITIONAL = ("prompt", "completion", "prompt_ids", "completion_ids")
 """What a reward function gets by position; the task's own keys follow by name."""
-PROMPTS = 256
-"""Rendered prompts that are kept: the samples of a group ask the same."""
+MAX_REMEMBERED_PROMPTS = 256
+"""The samples of a group ask for the same prompt."""
 
 
 class RLVRWorkflow(RolloutWorkflow):
     """Completes `data["messages"]`; the reward is `reward_fn(prompt, completion, prompt_ids, completion_ids, **data)`.
 
     `prompt` is the rendered chat template, `completion` the answer without its end token. A key of `data` that has the
-    name of one of the four positional parameters of `reward_fn` is not passed: the episode's own value wins. To see
+    name of one of the four positional parameters of `reward_fn` is not passed: the episode's own value wins. To get
     the task's, name the parameter differently. A reward of None rejects the episode.
     """
 
@@ -45,54 +46,20 @@ class RLVRWorkflow(RolloutWorkflow):
     ) -> None:
         """Pass an AsyncRewardWrapper as `reward_fn` to choose its time-out, retries or what a failure counts as."""
         self._reward = reward_fn if isinstance(reward_fn, AsyncRewardWrapper) else AsyncRewardWrapper(reward_fn)
-        self._taken = _positional_names(self._reward.reward_fn)
+        self._positional_names = _positional_names(self._reward.reward_fn)
         self._renderer = self._open_renderer(tokenizer)
         ending = gconfig.new_with_stop_and_pad_token_ids(tokenizer)
         stops = dict.fromkeys([*ending.stop_token_ids, *self._renderer.turn_end_ids])
         self.gconfig = ending.new(n_samples=1, stop_token_ids=list(stops))
         self.tokenizer = tokenizer
-        self._prompts: dict[str, tuple[str, tuple[int, ...]]] = {}
+        self._prompts: BoundedCache[str, tuple[str, list[int]]] = BoundedCache(MAX_REMEMBERED_PROMPTS)
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Tensor] | None:
         prompt, ids = self._prompt(self._messages(data))
         return await self._complete(engine, data, prompt, ids)
 
-    def _prompt(self, messages: list[dict[str, Any]]) -> tuple[str, list[int]]:
-        """Messages as the model reads them, and their tokens."""
-        try:
-            key = json.dumps(messages)
-        except TypeError:  # what is no JSON may look alike and be different
-            prompt = self._renderer.render(messages, None)
-            return prompt, self._renderer.encode(prompt)
-        if key not in self._prompts:
-            if len(self._prompts) >= PROMPTS:
-                del self._prompts[next(iter(self._prompts))]
-            prompt = self._renderer.render(messages, None)
-            self._prompts[key] = prompt, tuple(self._renderer.encode(prompt))
-        prompt, ids = self._prompts[key]
-        return prompt, list(ids)
-
     def _open_renderer(self, tokenizer: Any) -> Renderer:
         return Renderer(tokenizer)
-
-    async def _complete(
-        self, engine: InferenceEngine, data: dict[str, Any], prompt: str, ids: list[int], images: Sequence[bytes] = ()
-    ) -> dict[str, Tensor] | None:
-        """The row of one answer; None = there is none, or it is rejected."""
-        response = await self._ask(engine, ids, images)
-        if response is None:
-            return None
-        answer = self._read(response, thinking=self._renderer.opens_thinking(prompt))
-        reward = await self._score(prompt, answer, response, data)
-        if reward is None:
-            return None
-        stats_tracker.get(workflow_context.stat_scope()).scalar(reward=reward)
-        return tensors_of_response(response, reward, self._temperature)
-
-    @property
-    def _temperature(self) -> float:
-        """What logits are divided by: a greedy choice is made on undivided ones."""
-        return 1.0 if self.gconfig.greedy else self.gconfig.temperature or 1.0
 
     def _messages(self, data: dict[str, Any]) -> list[dict[str, Any]]:
         try:
@@ -104,6 +71,35 @@ class RLVRWorkflow(RolloutWorkflow):
                 'pose it as {"messages": [{"role": "user", "content": ...}], ...}'
             ) from None
         return messages
+
+    def _prompt(self, messages: list[dict[str, Any]]) -> tuple[str, list[int]]:
+        """The messages as text for the model, and its tokens."""
+        try:
+            key = json.dumps(messages)
+        except TypeError:  # what is not JSON may look equal and be different
+            key = None
+        known = None if key is None else self._prompts.get(key)
+        if known is None:
+            text = self._renderer.render(messages, None)
+            known = text, self._renderer.encode(text)
+            if key is not None:
+                self._prompts.put(key, known)
+        text, ids = known
+        return text, list(ids)
+
+    async def _complete(
+        self, engine: InferenceEngine, data: dict[str, Any], prompt: str, ids: list[int], images: Sequence[bytes] = ()
+    ) -> dict[str, Tensor] | None:
+        """The tensor dict of one answer; None = there is none, or it is rejected."""
+        response = await self._ask(engine, ids, images)
+        if response is None:
+            return None
+        answer = self._read(response, thinking=self._renderer.opens_thinking(prompt))
+        reward = await self._score(prompt, answer, response, data)
+        if reward is None:
+            return None
+        stats_tracker.get(workflow_context.stat_scope()).scalar(reward=reward)
+        return tensors_of_response(response, reward, self.gconfig.sampling_temperature)
 
     async def _ask(self, engine: InferenceEngine, ids: list[int], images: Sequence[bytes] = ()) -> ModelResponse | None:
         """The engine's answer; None = it gave none."""
@@ -122,16 +118,16 @@ class RLVRWorkflow(RolloutWorkflow):
         )
 
     async def _score(self, prompt: str, answer: Answer, response: ModelResponse, data: dict[str, Any]) -> float | None:
-        """What the reward function says; None = it rejects the episode."""
-        own = {key: value for key, value in data.items() if key not in self._taken}
+        """What the reward function returns; None = it rejects the episode."""
+        keywords = {key: value for key, value in data.items() if key not in self._positional_names}
         reward = await self._reward(
-            prompt, answer.message["content"], response.input_tokens, response.output_tokens, **own
+            prompt, answer.message["content"], response.input_tokens, response.output_tokens, **keywords
         )
         return None if reward is None else as_reward(reward, "the reward function")
 
 
 def _positional_names(reward_fn: Callable[..., Any]) -> frozenset[str]:
-    """The names under which `reward_fn` knows what it gets by position, and so cannot get again by keyword."""
+    """The names that `reward_fn` has for what it gets by position, and so cannot get again by keyword."""
     try:
         parameters = list(inspect.signature(reward_fn).parameters.values())
     except (TypeError, ValueError):  # some functions written in C have no signature

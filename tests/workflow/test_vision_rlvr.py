@@ -114,7 +114,7 @@ def test_model_without_a_processor_is_refused() -> None:
     class Blind:
         name_or_path = ""
 
-    with pytest.raises(WorkflowError, match="needs the processor of a model that sees pictures"):
+    with pytest.raises(WorkflowError, match="needs the processor of a model that takes images"):
         VisionRLVRWorkflow(right, GCONFIG, Blind())
 
 

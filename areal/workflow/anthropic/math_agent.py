@@ -23,7 +23,7 @@ class MathAgent(AgentWorkflow):
     """Asks once; 1.0 if the answer is right, else 0.0."""
 
     def __init__(self, max_tokens: int = 256) -> None:
-        """`max_tokens` an answer may have; the Messages API wants it said."""
+        """`max_tokens` = how long an answer may be; the Messages API requires it."""
         self.max_tokens = max_tokens
         self._sdk = load("anthropic", "Anthropic's SDK", extra="anthropic")
 
@@ -48,13 +48,13 @@ class MathToolAgent(AgentWorkflow):
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
         client = _client(self._sdk, extra_kwargs)
-        asked = _conversation(data)
+        conversation = _conversation(data)
         for _ in range(self.max_turns):
-            message = await client.messages.create(model=MODEL, max_tokens=self.max_tokens, tools=TOOLS, **asked)
+            message = await client.messages.create(model=MODEL, max_tokens=self.max_tokens, tools=TOOLS, **conversation)
             if message.stop_reason != "tool_use":
                 return score_tool_user(_text(message), data)
             results = [await _result(block) for block in message.content if block.type == "tool_use"]
-            asked["messages"] += [
+            conversation["messages"] += [
                 {"role": "assistant", "content": message.content},
                 {"role": "user", "content": results},
             ]
@@ -62,7 +62,7 @@ class MathToolAgent(AgentWorkflow):
 
 
 def _client(sdk: Any, extra_kwargs: dict[str, Any]) -> Any:
-    """This SDK takes a client of httpx2 only, and adds `/v1` to the base URL itself."""
+    """This SDK accepts a client of httpx2 only, and adds `/v1` to the base URL itself."""
     base_url = extra_kwargs.get("base_url")
     return sdk.AsyncAnthropic(
         base_url=base_url.removesuffix("/v1") if base_url else os.getenv("ANTHROPIC_BASE_URL"),
@@ -73,9 +73,9 @@ def _client(sdk: Any, extra_kwargs: dict[str, Any]) -> Any:
 
 
 def _conversation(data: dict[str, Any]) -> dict[str, Any]:
-    """The system text is a parameter of its own, and left out where there is none."""
-    system, said, question = split_messages(data)
-    messages = [*said, {"role": "user", "content": question}]
+    """The system text is a parameter of its own, left out where there is none."""
+    system, earlier, question = split_messages(data)
+    messages = [*earlier, {"role": "user", "content": question}]
     return {"messages": messages} if system is None else {"messages": messages, "system": system}
 
 
@@ -84,7 +84,7 @@ def _text(message: Any) -> str:
 
 
 async def _result(call: Any) -> dict[str, Any]:
-    """What a tool gave, or what was wrong with the call: the model reads either."""
+    """What a tool returned, or what was wrong with the call: the model reads either."""
     tools: dict[str, Any] = {tool.__name__: tool for tool in CALCULATOR}
     answer = {"type": "tool_result", "tool_use_id": call.id}
     if call.name not in tools:

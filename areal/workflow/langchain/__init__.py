@@ -1,1 +1,1 @@
-"""Agents on LangChain. Each is an example to copy: nothing in them knows that it is being trained."""
+"""Agents on LangChain. Each is an example to copy: nothing in it knows that it is being trained."""

@@ -1,9 +1,7 @@
-"""LangChain's chat model on what an episode is given; without it, on what the environment says."""
+"""Agents on LangChain's ChatOpenAI for tasks with one right answer: one try, and several.
 
-# MERGED-DOC
-# Agents on LangChain's ChatOpenAI for tasks with one right answer: one try, and several.
-#
-# `areal.workflow.math_task` says what a task is and when an answer is right.
+`areal.workflow.math_task` says what a task is and when an answer is right.
+"""
 
 import os
 from typing import Any
@@ -13,29 +11,11 @@ from areal.config.errors import require
 from areal.workflow.math_task import MODEL, TRY_AGAIN, load, score
 
 
-def chat_model(extra_kwargs: dict[str, Any]) -> Any:
-    """A `ChatOpenAI` for asynchronous use."""
-    key = extra_kwargs.get("api_key") or os.getenv("OPENAI_API_KEY")
-
-    # A key that must be awaited tells ChatOpenAI that nobody will call it synchronously. It would make a synchronous
-    # client too otherwise, and load its certificates, for every episode: base URLs differ.
-    async def api_key() -> str:
-        return key or ""
-
-    return load("langchain_openai", "langchain-openai", extra="langchain").ChatOpenAI(
-        model=MODEL,
-        base_url=extra_kwargs.get("base_url") or os.getenv("OPENAI_BASE_URL"),
-        api_key=api_key,
-        http_async_client=extra_kwargs.get("http_client"),
-        max_retries=0,
-    )
-
-
 class MathAgent(AgentWorkflow):
     """Asks once; 1.0 if the answer is right, else 0.0."""
 
     def __init__(self) -> None:
-        load("langchain_openai", "langchain-openai", extra="langchain")
+        _load()
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
         answer = await chat_model(extra_kwargs).ainvoke(data["messages"])
@@ -48,7 +28,7 @@ class MultiTurnMathAgent(AgentWorkflow):
     def __init__(self, max_turns: int = 2) -> None:
         require(max_turns >= 1, f"max_turns must be >= 1, got {max_turns}")
         self.max_turns = max_turns
-        load("langchain_openai", "langchain-openai", extra="langchain")
+        _load()
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> dict[str, float]:
         model = chat_model(extra_kwargs)
@@ -62,3 +42,25 @@ class MultiTurnMathAgent(AgentWorkflow):
                 break
             messages += [answer, {"role": "user", "content": TRY_AGAIN}]
         return rewards
+
+
+def chat_model(extra_kwargs: dict[str, Any]) -> Any:
+    """A `ChatOpenAI` for what an episode is given, for asynchronous use; what is missing comes from the environment."""
+    key = extra_kwargs.get("api_key") or os.getenv("OPENAI_API_KEY")
+
+    # ChatOpenAI makes a synchronous client too, and loads its certificates, for every base URL, so for every episode.
+    # A key that must be awaited keeps it from that.
+    async def api_key() -> str:
+        return key or ""
+
+    return _load().ChatOpenAI(
+        model=MODEL,
+        base_url=extra_kwargs.get("base_url") or os.getenv("OPENAI_BASE_URL"),
+        api_key=api_key,
+        http_async_client=extra_kwargs.get("http_client"),
+        max_retries=0,
+    )
+
+
+def _load() -> Any:
+    return load("langchain_openai", "langchain-openai", extra="langchain")

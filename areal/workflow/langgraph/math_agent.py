@@ -26,7 +26,7 @@ class MathToolAgent(AgentWorkflow):
         self._graph = _react_graph()
 
     def __reduce__(self) -> Any:
-        """A compiled graph does not travel; it is made again where the agent arrives."""
+        """A compiled graph cannot be pickled; it is made again where the agent arrives."""
         return type(self), (self.max_turns,)
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
@@ -41,7 +41,7 @@ class MathToolAgent(AgentWorkflow):
 
 
 def _react_graph() -> Any:
-    """Made once: the model, which differs between episodes, comes in with the context of a run."""
+    """Made once: the model, which differs between episodes, comes with the context of a run."""
     graph = load("langgraph.graph", "LangGraph", extra="langgraph")
     prebuilt = load("langgraph.prebuilt", "LangGraph", extra="langgraph")
 

@@ -1,1 +1,1 @@
-"""Agents that speak OpenAI's wire. Each is an example to copy: nothing in them knows that it is being trained."""
+"""Agents on OpenAI's SDKs. Each is an example to copy: nothing in it knows that it is being trained."""

@@ -48,7 +48,7 @@ class MathToolAgent(AgentWorkflow):
     """An agent of the OpenAI Agents SDK that has a calculator; 1.0 if its final answer is right, else 0.0.
 
     It has no instructions of its own: the task's messages say everything. What the model does wrong (no answer within
-    `max_turns` calls, a tool that does not exist, a call that is no JSON) is a wrong answer, not a failed episode.
+    `max_turns` calls, a tool that does not exist, a call that is not JSON) is a wrong answer, not a failed episode.
     """
 
     def __init__(self, max_turns: int = 4) -> None:
@@ -64,7 +64,7 @@ class MathToolAgent(AgentWorkflow):
                 sdk.Agent(name="calculator", model=self._model(openai_client(extra_kwargs)), tools=self._tools),
                 data["messages"],
                 max_turns=self.max_turns,
-                # Traces would go to another company's server; without them the SDK starts no exporter thread either.
+                # Traces would be sent to OpenAI; without them the SDK starts no exporter thread either.
                 run_config=sdk.RunConfig(tracing_disabled=True),
             )
         except (sdk.MaxTurnsExceeded, sdk.ModelBehaviorError):
@@ -76,7 +76,7 @@ class MathToolAgent(AgentWorkflow):
 
 
 class ResponsesMathToolAgent(MathToolAgent):
-    """The same agent over the Responses API, which the SDK uses where it is told nothing else."""
+    """The same agent over the Responses API, which is the SDK's default."""
 
     def _model(self, client: "AsyncOpenAI") -> Any:
         return self._sdk.OpenAIResponsesModel(model=MODEL, openai_client=client)

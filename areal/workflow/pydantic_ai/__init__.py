@@ -1,1 +1,1 @@
-"""Agents on Pydantic AI. Each is an example to copy: nothing in them knows that it is being trained."""
+"""Agents on Pydantic AI. Each is an example to copy: nothing in it knows that it is being trained."""

@@ -26,19 +26,19 @@ class MathToolAgent(AgentWorkflow):
         self._agent = self._sdk.Agent(tools=CALCULATOR)
 
     def __reduce__(self) -> Any:
-        """Pydantic AI's agents do not travel; this one is made again where it arrives."""
+        """Pydantic AI's agents cannot be pickled; this one is made again where it arrives."""
         return type(self), (self.max_turns,)
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
         sdk = self._sdk
         provider = self._providers.OpenAIProvider(openai_client=openai_client(extra_kwargs))
-        system, said, question = split_messages(data)
+        system, earlier, question = split_messages(data)
         try:
             result = await self._agent.run(
                 question,
                 model=self._models.OpenAIChatModel(MODEL, provider=provider),
                 instructions=system,
-                message_history=[_message(sdk, message) for message in said],
+                message_history=[_message(sdk, message) for message in earlier],
                 usage_limits=sdk.UsageLimits(request_limit=self.max_turns),
             )
         except (sdk.UsageLimitExceeded, sdk.UnexpectedModelBehavior):
