@@ -1,6 +1,7 @@
-"""Train an agent: `python3 examples/agent_workflow/train.py --config examples/agent_workflow/config.yaml`.
+"""Train what a config names: `python3 examples/agent_workflow/train.py --config examples/agent_workflow/config.yaml`.
 
-The agent is the config's `workflow`; any key can be overridden on the command line, `workflow=` too.
+The config's `workflow` says what an episode is; any key can be overridden on the command line, `workflow=` too. The
+other examples are configs for this script or for `areal train`, which does the same.
 """
 
 import sys

@@ -1,6 +1,6 @@
 """Train a model to try again: `python3 examples/multi_turn/train.py --config examples/multi_turn/config.yaml`.
 
-Any key of the config can be overridden on the command line, and `max_turns` beside them.
+Shows how a script adds a setting of its own: `max_turns` works in the config and on the command line like any other.
 """
 
 import sys
@@ -12,13 +12,13 @@ from areal.cli.main import guard
 
 
 @dataclass
-class RetryConfig(GRPOConfig):
+class MultiTurnConfig(GRPOConfig):
     max_turns: int = 2
     """Tries for each question."""
 
 
 def main(argv: list[str]) -> None:
-    config, _ = load_expr_config(argv, RetryConfig)
+    config, _ = load_expr_config(argv, MultiTurnConfig)
     tries = {"max_turns": config.max_turns, "turn_discount": config.rollout.agent.turn_discount}
     with PPOTrainer(config) as trainer:
         trainer.train(workflow=config.workflow, workflow_kwargs=tries)

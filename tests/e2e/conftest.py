@@ -1,12 +1,10 @@
-"""Real runs take a while, and clean up after a test that failed."""
+"""Fixtures that start real runs, and end what a failed test has left running."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from real_runs import CONFIG, SCRIPT, SMALL, Run
-
-Start = Callable[..., Run]
+from real_runs import CONFIG, SCRIPT, SMALL, Run, Start
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -31,8 +29,14 @@ def start(tmp_path: Path, tiny_math: Path) -> Iterator[Start]:
 
 
 @pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """Where `example` leaves its results."""
+    return tmp_path / "runs/sort-digits/one"
+
+
+@pytest.fixture
 def example(start: Start) -> Start:
-    """Start the example's own script and config, with settings that win over both."""
+    """Start the example's script with its config, made small; given settings win."""
 
     def example(*settings: str) -> Run:
         return start(SCRIPT, "--config", CONFIG, "trial_name=one", *SMALL, *settings)

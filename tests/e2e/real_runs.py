@@ -1,5 +1,6 @@
-"""Start real runs as a user does, follow what they print, and see their processes end."""
+"""Start real runs as a user does, follow what they print, read what they leave, and see their processes end."""
 
+import json
 import os
 import re
 import select
@@ -8,8 +9,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import areal
 
@@ -24,15 +26,15 @@ SMALL = (
     "saver.freq_steps=null",
     "rollout.num_workers=1",
 )
-"""The example, made as small as it can be and still be itself."""
+"""Settings that make an example as small as it can be."""
 START_SECONDS = 120.0
 """Three interpreters load torch, possibly on one busy core."""
 END_SECONDS = 10.0
-"""How soon a run has ended after one of its processes was killed."""
+"""Within this time a run has ended after one of its processes was killed."""
 
 
 class Run:
-    """A command that was started, in a session of its own, and all that it has printed."""
+    """A command that was started in a session of its own, and everything it has printed."""
 
     def __init__(self, argv: Sequence[str | Path], cwd: Path) -> None:
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -57,12 +59,14 @@ class Run:
         """The first line that `pattern` is found in; waits for it."""
         found: list[str] = []
 
-        def there() -> bool:
+        def found_or_ended() -> bool:
             found[:] = [line for line in self.lines if re.search(pattern, line)]
             return bool(found) or self._ended
 
         with self._changed:
-            assert self._changed.wait_for(there, seconds), f"no {pattern!r} within {seconds} s in:\n{self.text}"
+            assert self._changed.wait_for(found_or_ended, seconds), (
+                f"no {pattern!r} within {seconds} s in:\n{self.text}"
+            )
         assert found, f"the run ended without {pattern!r}:\n{self.text}"
         return found[0]
 
@@ -89,12 +93,12 @@ class Run:
         return {pid: _command(pid) for pid in below - {self.pid}}
 
     def only(self, word: str) -> int:
-        """The one process below whose command line has `word`."""
+        """The one process below this one whose command line has `word`."""
         (pid,) = [pid for pid, command in self.descendants().items() if word in command]
         return pid
 
     def end(self) -> None:
-        """For a test that failed: leave nothing behind."""
+        """Kill what is left, for a test that failed."""
         for pid in [*self.descendants(), self.pid] if self._process.poll() is None else []:
             try:
                 os.kill(pid, signal.SIGKILL)
@@ -112,14 +116,27 @@ class Run:
             self._changed.notify_all()
 
 
+Start = Callable[..., Run]
+
+
+def summary_of(run_dir: Path) -> dict[str, Any]:
+    summary: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
+    return summary
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    """The JSON lines of a file."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 class Witness:
-    """Holds on to processes, so that their end can be waited for whoever their parent is then."""
+    """Keeps handles on processes, so that a test can wait for their end even if their parent is gone."""
 
     def __init__(self, pids: Iterable[int]) -> None:
         self._handles = {pid: os.pidfd_open(pid) for pid in pids}
 
     def survivors(self, seconds: float) -> dict[int, str]:
-        """Those that have not ended when the time is over."""
+        """Those that have not ended after `seconds`."""
         deadline = time.monotonic() + seconds
         left = dict(self._handles)
         while left and (rest := deadline - time.monotonic()) > 0:

@@ -1,24 +1,20 @@
-"""However a run ends, it says why, leaves no process behind, and loses nothing that it had saved."""
+"""However a run ends, it says why, leaves no process running, and loses nothing that it had saved."""
 
-import json
 import os
 import re
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from real_runs import CONFIG, END_SECONDS, Run, Witness
+from real_runs import CONFIG, END_SECONDS, Start, Witness, rows_of, summary_of
 
 from areal.cli.main import main
-
-Example = Callable[..., Run]
 
 
 @pytest.mark.parametrize(
     ("module", "name"), [("areal.engine.inference.server", "engine"), ("areal.rollout.worker", "rollout worker 0")]
 )
-def test_killed_process_ends_the_run_which_says_what_died(example: Example, module: str, name: str) -> None:
+def test_killed_process_ends_the_run_which_says_what_died(example: Start, module: str, name: str) -> None:
     run = example("total_train_steps=200")
     run.wait_for(r"^step 10/200 ")
     victim = run.only(module)
@@ -30,7 +26,7 @@ def test_killed_process_ends_the_run_which_says_what_died(example: Example, modu
     assert re.search(r"^stopped after step \d+ of 200; everything is saved in ", run.text, re.MULTILINE)
 
 
-def test_killed_driver_takes_every_process_with_it(example: Example) -> None:
+def test_killed_driver_takes_every_process_with_it(example: Start) -> None:
     run = example("total_train_steps=200")
     run.wait_for(r"^step 10/200 ")
     descendants = run.descendants()
@@ -41,9 +37,8 @@ def test_killed_driver_takes_every_process_with_it(example: Example) -> None:
     assert witness.survivors(END_SECONDS) == {}
 
 
-def test_ctrl_c_saves_and_the_same_command_goes_on_to_the_end(example: Example, tmp_path: Path) -> None:
+def test_ctrl_c_saves_and_the_same_command_goes_on_to_the_end(example: Start, run_dir: Path) -> None:
     settings = ["total_train_steps=40", "train_dataset.batch_size=8"]
-    path = tmp_path / "runs/sort-digits/one"
     run = example(*settings)
     run.wait_for(r"^step 4/40 ")
     witness = Witness(run.descendants())
@@ -54,18 +49,18 @@ def test_ctrl_c_saves_and_the_same_command_goes_on_to_the_end(example: Example, 
     step = int(stopped.split()[3])
     assert "to go on, give the same command with trial_name=one" in run.lines
     assert run.lines[-1] == "areal: interrupted"
-    assert [each.name for each in (path / "checkpoints").iterdir()] == [f"step-{step:06d}"]
+    assert [each.name for each in (run_dir / "checkpoints").iterdir()] == [f"step-{step:06d}"]
 
     again = example(*settings)
     assert again.wait() == 0, again.text
     assert f"(resuming after step {step})" in again.text
-    metrics = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    metrics = rows_of(run_dir / "metrics.jsonl")
     assert [row["step"] for row in metrics if "reward" in row] == list(range(1, 41))
     # What the run is compared with was measured once, before the first step.
     assert [row["step"] for row in metrics if "eval_reward" in row] == [0, 40]
-    tasks = [json.loads(line)["task_id"] for line in (path / "rollouts.jsonl").read_text().splitlines()]
+    tasks = [row["task_id"] for row in rows_of(run_dir / "rollouts.jsonl")]
     assert {tasks.count(task) for task in tasks} == {4}, "a task was trained twice"
-    assert "verdict" in json.loads((path / "summary.json").read_text())
+    assert "verdict" in summary_of(run_dir)
 
     finished = example(*settings)
     assert finished.wait() == 2
@@ -75,7 +70,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on_to_the_end(example: Example, 
     ]
 
 
-def test_unknown_key_is_one_line_and_code_2(example: Example) -> None:
+def test_unknown_key_is_one_line_and_code_2(example: Start) -> None:
     run = example("actor.pth=x")
     assert run.wait() == 2, run.text
     assert len(run.lines) == 1, run.text
@@ -86,7 +81,7 @@ def test_unknown_key_is_one_line_and_code_2(example: Example) -> None:
     ("setting", "complaint"),
     [
         ("actor.path=./no-such-model", r"^areal: no model directory at './no-such-model'"),
-        ("actor.path=builtin:tiny-maths", r"^areal: no built-in model 'tiny-maths'; there are tiny-math"),
+        ("actor.path=builtin:tiny-maths", r"^areal: no built-in model 'tiny-maths'; use one of tiny-math"),
         ("workflow=no_such_module.Agent", r"^areal: workflow 'no_such_module.Agent' cannot be imported: "),
         ("workflow=areal.workflow.openai.math_agent.Agent", r"^areal: workflow .* has no Agent; it has .*MathAgent"),
         ("train_dataset.path=no-such.jsonl", r"^areal: cannot read tasks from 'no-such.jsonl'"),

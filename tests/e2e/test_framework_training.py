@@ -1,11 +1,9 @@
 """The example trains the agents of every framework: only `workflow=` changes."""
 
-import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from real_runs import Run
+from real_runs import Start, rows_of, summary_of
 
 AGENTS = [
     ("agents", "openai.math_agent.ResponsesMathToolAgent"),
@@ -15,12 +13,12 @@ AGENTS = [
     ("pydantic_ai", "pydantic_ai.math_agent.MathToolAgent"),
     ("camel", "camel.math_agent.MathToolAgent"),
 ]
-"""The module that a framework is, and the agent; `openai` and its Agents SDK over chat are in test_example.py."""
+"""A framework's module, and the agent; `openai` and its Agents SDK over chat are in test_example.py."""
 
 
 @pytest.mark.parametrize(("library", "agent"), AGENTS, ids=[library for library, _ in AGENTS])
 def test_agent_of_a_framework_trains_by_changing_only_the_workflow(
-    example: Callable[..., Run], tmp_path: Path, library: str, agent: str
+    example: Start, run_dir: Path, library: str, agent: str
 ) -> None:
     pytest.importorskip(library, reason=f"{library} is not installed; CAMEL has `make test-camel`")
     run = example(
@@ -28,9 +26,8 @@ def test_agent_of_a_framework_trains_by_changing_only_the_workflow(
         *("total_train_steps=2", "train_dataset.batch_size=2", "gconfig.n_samples=2", "valid_dataset.path="),
     )
     assert run.wait() == 0, run.text
-    path = tmp_path / "runs/sort-digits/one"
-    summary = json.loads((path / "summary.json").read_text())
+    summary = summary_of(run_dir)
     assert summary["steps"] == 2
     assert summary["rejections"] == {}, run.text
     assert summary["max_logprob_difference"] < 1e-4
-    assert len((path / "rollouts.jsonl").read_text().splitlines()) == 2 * 2 * 2
+    assert len(rows_of(run_dir / "rollouts.jsonl")) == 2 * 2 * 2

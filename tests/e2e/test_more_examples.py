@@ -1,40 +1,37 @@
-"""The other examples as their READMEs start them, made small: each trains, and by its own script."""
+"""The other examples as their READMEs start them, made small."""
 
-import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from real_runs import ROOT, SMALL, Run
+from real_runs import ROOT, SMALL, Start, rows_of, summary_of
 
-Start = Callable[..., Run]
-
-
-def train(start: Start, name: str, *settings: str) -> Run:
-    folder = ROOT / "examples" / name
-    return start(folder / "train.py", "--config", folder / "config.yaml", "trial_name=one", *SMALL, *settings)
-
-
-def left_by(run: Run, tmp_path: Path, experiment: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The summary and the steps of a run that ended well."""
-    assert run.wait() == 0, run.text
-    path = tmp_path / "runs" / experiment / "one"
-    metrics = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-    return json.loads((path / "summary.json").read_text()), [row for row in metrics if "reward" in row]
+QUICK = (
+    "actor.path=builtin:tiny-math",
+    "train_dataset.path=builtin:sort-digits",
+    "valid_dataset.path=builtin:sort-digits",
+    "reward_fn=areal.reward.exact_match_reward",
+    "total_train_steps=2",
+    "trial_name=one",
+)
+"""On the model that other tests have made already."""
 
 
 def test_multi_turn_example_trains_with_its_own_setting(start: Start, tmp_path: Path) -> None:
-    quick = (  # on the model that other tests have made already
-        "actor.path=builtin:tiny-math",
-        "reward_fn=areal.reward.exact_match_reward",
-        "train_dataset.path=builtin:sort-digits",
-        "valid_dataset.path=builtin:sort-digits",
-    )
-    run = train(start, "multi_turn", "total_train_steps=2", "max_turns=3", *quick)
-    summary, steps = left_by(run, tmp_path, "multi-turn")
+    folder = ROOT / "examples/multi_turn"
+    run = start(folder / "train.py", "--config", folder / "config.yaml", "max_turns=3", *SMALL, *QUICK)
+    assert run.wait() == 0, run.text
+    run_dir = tmp_path / "runs/multi-turn/one"
+    summary = summary_of(run_dir)
     assert summary["rejections"] == {}
     assert summary["max_logprob_difference"] < 1e-4
-    for step in steps:
+    for step in (row for row in rows_of(run_dir / "metrics.jsonl") if "reward" in row):
         assert 1 < step["rollout/turns"] <= 3
         assert step["rollout/first_try"] <= step["rollout/success"] == pytest.approx(step["reward"])
+
+
+def test_example_without_a_script_trains_by_the_command_line(start: Start, tmp_path: Path) -> None:
+    config = ROOT / "examples/countdown/config.yaml"
+    run = start("-m", "areal.cli.main", "train", "--config", config, *SMALL, *QUICK)
+    assert run.wait() == 0, run.text
+    summary = summary_of(tmp_path / "runs/countdown/one")
+    assert (summary["steps"], summary["rejections"]) == (2, {})

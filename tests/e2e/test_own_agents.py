@@ -1,14 +1,12 @@
-"""Agents that users write: in a module beside their script, in the script itself, and inside the driver."""
+"""Agents that users write: in a module next to their script, in the script itself, and inside the driver."""
 
-import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from openai import AsyncOpenAI
-from real_runs import Run
+from real_runs import Start, rows_of, summary_of
 
 from areal import PPOTrainer
 from areal.api.cli_args import GenerationHyperparameters, GRPOConfig
@@ -50,18 +48,16 @@ print("trained", result.summary["steps"], result.model_dir)
 """
 
 
-def test_agent_of_a_module_beside_the_script_is_named_by_its_import_string(
-    start: Callable[..., Run], tmp_path: Path
-) -> None:
+def test_agent_of_a_module_next_to_the_script_is_named_by_its_import_string(start: Start, tmp_path: Path) -> None:
     (tmp_path / "my_module.py").write_text(AGENT)
     (tmp_path / "train.py").write_text(TRAINING.replace("WORKFLOW", '"my_module.MyAgent"'))
     run = start("train.py")
     assert run.wait() == 0, run.text
     assert "trained 2 runs/own/one/checkpoints/step-000002" in run.lines
-    assert len((tmp_path / "runs/own/one/rollouts.jsonl").read_text().splitlines()) == 2 * 2 * 4
+    assert len(rows_of(tmp_path / "runs/own/one/rollouts.jsonl")) == 2 * 2 * 4
 
 
-def test_agent_of_the_script_itself_works_without_a_main_guard(start: Callable[..., Run], tmp_path: Path) -> None:
+def test_agent_of_the_script_itself_works_without_a_main_guard(start: Start, tmp_path: Path) -> None:
     (tmp_path / "notebook.py").write_text(AGENT + TRAINING.replace("WORKFLOW", "MyAgent"))
     run = start("notebook.py")
     assert run.wait() == 0, run.text
@@ -100,7 +96,7 @@ def test_in_process_runs_episodes_where_a_breakpoint_would_stop_them(tmp_path: P
         result = trainer.train(workflow=agent)
     assert result.summary["steps"] == 2
     assert set(place.read_text().split()) == {str(os.getpid())}
-    assert json.loads((result.run_dir / "summary.json").read_text())["steps"] == 2
+    assert summary_of(result.run_dir)["steps"] == 2
 
 
 def test_agent_that_always_raises_stops_the_run_with_its_cause(tmp_path: Path, tiny_math: Path) -> None:

@@ -1,15 +1,11 @@
 """The example with its agent in processes of its own."""
 
-import json
-from collections.abc import Callable
 from pathlib import Path
 
-from real_runs import END_SECONDS, Run, Witness
+from real_runs import END_SECONDS, Start, Witness, summary_of
 
 
-def test_agent_in_processes_of_its_own_trains_and_leaves_none_behind(
-    example: Callable[..., Run], tmp_path: Path
-) -> None:
+def test_agent_in_processes_of_its_own_trains_and_leaves_none_running(example: Start, run_dir: Path) -> None:
     run = example("total_train_steps=2", "rollout.agent.mode=subproc", "rollout.agent.subproc_max_workers=2")
     run.wait_for(r"^step 1/2 ")
     agents = [pid for pid, command in run.descendants().items() if "process_pool.worker" in command]
@@ -17,6 +13,6 @@ def test_agent_in_processes_of_its_own_trains_and_leaves_none_behind(
     witness = Witness(agents)
     assert run.wait() == 0, run.text
     assert witness.survivors(END_SECONDS) == {}
-    summary = json.loads((tmp_path / "runs/sort-digits/one/summary.json").read_text())
+    summary = summary_of(run_dir)
     assert (summary["steps"], summary["rejections"]) == (2, {})
     assert summary["max_logprob_difference"] < 1e-4

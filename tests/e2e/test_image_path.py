@@ -1,4 +1,4 @@
-"""A picture's whole way: from an SDK through the proxy to a real model, and back into the trainer's log-probs."""
+"""The path of an image: from an SDK through the proxy to a real model, and back into the trainer's log-probs."""
 
 from pathlib import Path
 from typing import Any
@@ -23,17 +23,17 @@ RED, BLUE = png("red"), png("blue")
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("sees")
+    directory = tmp_path_factory.mktemp("vision")
     save_model(directory)
     return directory
 
 
-def shown(text: str, data: bytes) -> dict[str, Any]:
+def user_message(text: str, data: bytes) -> dict[str, Any]:
     parts = [{"type": "text", "text": text}, {"type": "image_url", "image_url": {"url": data_url(data)}}]
     return {"role": "user", "content": parts}
 
 
-async def converse(directory: Path, *pictures: bytes) -> list[Row]:
+async def converse(directory: Path, *images: bytes) -> list[Row]:
     engine, processor = load_engine(directory), load_hf_processor(directory)
     gconfig = GenerationHyperparameters(max_new_tokens=8)
     proxy = Proxy(engine, load_hf_tokenizer(directory), gconfig=gconfig, max_positions=POSITIONS, processor=processor)
@@ -42,8 +42,8 @@ async def converse(directory: Path, *pictures: bytes) -> list[Row]:
         session = proxy.open_session()
         client = AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, http_client=proxy.http_client)
         messages: list[Any] = []
-        for data in pictures:
-            messages.append(shown("What is this?", data))
+        for data in images:
+            messages.append(user_message("What is this?", data))
             answer = await client.chat.completions.create(model="m", messages=messages, seed=1)
             messages.append(answer.choices[0].message.model_dump())
         return export(session.tree, "concat", 1.0)
@@ -62,7 +62,7 @@ def trained_logprobs(directory: Path, row: Row, images: list[bytes]) -> torch.Te
     return found
 
 
-async def test_trainer_sees_what_the_engine_saw(directory: Path) -> None:
+async def test_trainer_computes_on_the_images_that_the_engine_saw(directory: Path) -> None:
     (row,) = await converse(directory, RED, BLUE)
     assert row.images == [RED, BLUE]
     sampled = torch.from_numpy(row.logprobs[row.loss_mask])
