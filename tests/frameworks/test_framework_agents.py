@@ -1,4 +1,4 @@
-"""The shipped agents of every framework, with the real library: answers, tools, tokens, and both doors."""
+"""The shipped agents of every framework, with the real library: answers, tools, tokens, and both routes."""
 
 import asyncio
 import subprocess
@@ -9,7 +9,7 @@ from typing import Any
 
 import cloudpickle
 import pytest
-from framework_stage import CALL, SUM, use_the_calculator
+from calculator_task import CALL, SUM, use_the_calculator
 
 from areal.api.errors import ConfigError, WorkflowError
 
@@ -73,13 +73,13 @@ def make(request: pytest.FixtureRequest) -> Maker:
 
 
 @of(PLAIN_AGENTS + TOOL_AGENTS)
-@pytest.mark.parametrize("door", ["in process", "over TCP"])
+@pytest.mark.parametrize("route", ["in process", "over TCP"])
 @pytest.mark.parametrize(("said", "reward"), [("It is 7.", 1.0), ("8", 0.0)])
-async def test_answer_arrives_through_each_door_and_is_scored(
-    stage: Any, make: Maker, door: str, said: str, reward: float
+async def test_answer_arrives_through_each_route_and_is_scored(
+    stage: Any, make: Maker, route: str, said: str, reward: float
 ) -> None:
     async with stage(lambda prompt: said) as s:
-        assert await make().run(SUM, **s.kwargs(door)) == reward
+        assert await make().run(SUM, **s.kwargs(route)) == reward
         s.check_one_conversation(1)
         s.check_tokens()
 
@@ -96,10 +96,10 @@ async def test_each_try_is_rewarded_under_its_own_completion(stage: Any, make: M
 
 
 @of(TOOL_AGENTS)
-@pytest.mark.parametrize("door", ["in process", "over TCP"])
-async def test_tool_call_makes_the_round_trip_in_one_conversation(stage: Any, make: Maker, door: str) -> None:
+@pytest.mark.parametrize("route", ["in process", "over TCP"])
+async def test_tool_call_makes_the_round_trip_in_one_conversation(stage: Any, make: Maker, route: str) -> None:
     async with stage(use_the_calculator) as s:
-        assert await make().run(SUM, **s.kwargs(door)) == 1.0
+        assert await make().run(SUM, **s.kwargs(route)) == 1.0
         first, second = s.session.tree.completions
         (call,) = first.message["tool_calls"]
         assert call["function"] == {"name": "add", "arguments": {"a": 3, "b": 4}}
@@ -145,7 +145,7 @@ async def test_several_tool_calls_one_after_the_other_stay_one_conversation(stag
     ids=["never answers", "unknown tool", "wrong arguments", "broken call", "call without its tag", "empty answer"],
 )
 async def test_what_the_model_does_wrong_with_tools_is_a_wrong_answer(stage: Any, make: Maker, said: str) -> None:
-    async with stage(lambda prompt: said, lax=True) as s:
+    async with stage(lambda prompt: said, constrained=False) as s:
         assert await make(max_turns=3).run(SUM, **s.kwargs()) == 0.0
         assert 1 <= len(s.session.tree.completions) <= 3
         s.check_tokens()

@@ -3,7 +3,8 @@
 from typing import Any
 
 import pytest
-from framework_stage import CALL, SUM, Stage, use_the_calculator
+from agent_stage import Stage
+from calculator_task import CALL, SUM, use_the_calculator
 from pydantic import BaseModel
 
 from areal.workflow.math_task import CALCULATOR, MODEL, add, openai_client
@@ -106,7 +107,7 @@ async def test_openai_agents_hands_over_between_agents(stage: Any) -> None:
         desk = sdk.Agent(name="desk", model=model, handoffs=[adder])
         result = await sdk.Runner.run(desk, QUESTION, run_config=sdk.RunConfig(tracing_disabled=True))
         assert (result.final_output, result.last_agent.name) == ("7", "adder")
-        assert "You add." in s.talker.prompts[1]
+        assert "You add." in s.speaker.prompts[1]
         s.check_tokens()
 
 
@@ -220,7 +221,7 @@ async def test_pydantic_ai_reads_a_typed_answer(stage: Any, api: str, mode: str,
 async def test_pydantic_ai_asks_again_for_an_answer_of_the_wrong_type(stage: Any) -> None:
     sdk = pytest.importorskip("pydantic_ai")
     right, wrong = answer_by_tool("final_result"), answer_by_tool("final_result").replace("7", '"x"')
-    async with stage(lambda prompt: right if "<|im_start|>tool" in prompt else wrong, lax=True) as s:
+    async with stage(lambda prompt: right if "<|im_start|>tool" in prompt else wrong, constrained=False) as s:
         agent = sdk.Agent(pydantic_ai_model(s, "chat"), output_type=Answer)
         assert (await agent.run(QUESTION)).output == Answer(value=7)
         s.check_one_conversation(2)

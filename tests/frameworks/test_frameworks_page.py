@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from framework_stage import SUM
+from calculator_task import SUM
 
 PAGE = Path(__file__).parents[2] / "docs/frameworks.md"
 LIBRARIES = {

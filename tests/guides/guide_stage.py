@@ -16,7 +16,7 @@ from areal.proxy import Proxy
 from areal.rollout.episodes import Runner, run_episode
 from areal.rollout.loading import Fillers, WorkflowSpec, is_rollout_workflow, load
 from areal.rollout.runners.agent import AgentRunner
-from areal.rollout.runners.subprocess import AgentParcel, AgentPool, SubprocessRunner
+from areal.rollout.runners.subprocess import AgentPool, PackedAgent, SubprocessRunner
 from areal.rollout.runners.workflow import WorkflowRunner
 from areal.utils.hf_utils import load_hf_tokenizer
 
@@ -37,8 +37,8 @@ class GuideStage:
     async def play(self, workflow: Any, task: dict[str, Any] = TASK, **agent: Any) -> Episode | Rejection:
         """One episode of what a user passes to `trainer.train`; `agent` are settings of `rollout.agent`."""
         config = AgentConfig(**agent)
-        door = await self._away(workflow, config) if config.mode == "subproc" else self._here(workflow, config)
-        outcome, _ = await run_episode(door, dict(task), WorkflowContext(task_id=1), greedy=False, seconds=60)
+        runner = await self._away(workflow, config) if config.mode == "subproc" else self._here(workflow, config)
+        outcome, _ = await run_episode(runner, dict(task), WorkflowContext(task_id=1), greedy=False, seconds=60)
         return outcome
 
     def _here(self, workflow: Any, config: AgentConfig) -> Runner:
@@ -48,10 +48,10 @@ class GuideStage:
         return AgentRunner(made, self.proxy, config, self.gconfig)
 
     async def _away(self, workflow: Any, config: AgentConfig) -> Runner:
-        parcel = AgentParcel(WorkflowSpec(workflow).pack(), Fillers(self.gconfig, ""))
-        door = SubprocessRunner("agent", parcel, self.pool, self.proxy, config, self.gconfig)
-        await door.prepare()
-        return door
+        parcel = PackedAgent(WorkflowSpec(workflow).pack(), Fillers(self.gconfig, ""))
+        runner = SubprocessRunner("agent", parcel, self.pool, self.proxy, config, self.gconfig)
+        await runner.prepare()
+        return runner
 
 
 @asynccontextmanager

@@ -176,8 +176,8 @@ async def episode_of(config_class: type, *words: str) -> Episode:
     engine = FakeEngine(vocab_size=len(TOKENIZER), script=script, tokenizer=TOKENIZER)
     spec = WorkflowSpec.unpack(WorkflowSpec(LegacyWorkflow, workflow_arguments(config)).pack())
     workflow = load(spec, Fillers(GenerationHyperparameters(max_new_tokens=32), TOKENIZER))
-    door = WorkflowRunner(workflow, engine, TOKENIZER)
-    outcome, _ = await run_episode(door, dict(TASK), WorkflowContext(), greedy=False, seconds=30)
+    runner = WorkflowRunner(workflow, engine, TOKENIZER)
+    outcome, _ = await run_episode(runner, dict(TASK), WorkflowContext(), greedy=False, seconds=30)
     assert isinstance(outcome, Episode), outcome
     return outcome
 

@@ -19,11 +19,12 @@ async def test_printed_agent_class_is_rewarded_for_the_right_answer(stage: Any) 
     task = {"messages": [{"role": "user", "content": "Sort 5291"}], "answer": "1259"}
     for said, reward in (("1259", 1.0), ("5291", 0.0)):
         async with stage(lambda prompt, said=said: said) as s:
-            assert await printed("MyAgent")().run(task, **s.kwargs) == reward
+            assert await printed("MyAgent")().run(task, **s.kwargs()) == reward
             assert len(s.session.tree.completions) == 1
 
 
 async def test_printed_agent_function_poses_the_task_itself(stage: Any) -> None:
     async with stage(lambda prompt: "1259") as s:
-        assert await printed("sorter")({"digits": "5291", "answer": "1259"}, **s.kwargs) == 1.0
+        given = {name: s.kwargs()[name] for name in ("base_url", "api_key", "http_client")}
+        assert await printed("sorter")({"digits": "5291", "answer": "1259"}, **given) == 1.0
         assert "Sort 5291" in s.speaker.prompts[0]

@@ -31,7 +31,7 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 3, "b": 4}}\n</tool_call
 )
 async def test_one_call_is_rewarded_by_its_answer(stage: Any, task: dict[str, Any], said: str, reward: float) -> None:
     async with stage(lambda prompt: said) as s:
-        assert await MathAgent().run(task, **s.kwargs) == reward
+        assert await MathAgent().run(task, **s.kwargs()) == reward
         assert len(s.session.tree.completions) == 1
 
 
@@ -52,7 +52,7 @@ async def test_agent_falls_back_to_the_environment(stage: Any, monkeypatch: pyte
 
 async def test_wrong_answer_is_told_so_and_tried_again(stage: Any) -> None:
     async with stage(lambda prompt: "7" if RETRY in prompt else "8") as s:
-        rewards = await MultiTurnMathAgent().run(SUM, **s.kwargs)
+        rewards = await MultiTurnMathAgent().run(SUM, **s.kwargs())
         first, second = s.session.tree.completions
         assert rewards == {first.id: 0.0, second.id: 1.0}
         assert s.session.tree.conversation(second)[1:3] == [
@@ -64,25 +64,25 @@ async def test_wrong_answer_is_told_so_and_tried_again(stage: Any) -> None:
 async def test_second_try_continues_the_tokens_of_the_first_and_pays_it(stage: Any) -> None:
     async with stage(lambda prompt: "7" if RETRY in prompt else "8") as s:
         tree = s.session.tree
-        assign_reward(tree, await MultiTurnMathAgent().run(SUM, **s.kwargs), "MultiTurnMathAgent")
+        assign_reward(tree, await MultiTurnMathAgent().run(SUM, **s.kwargs()), "MultiTurnMathAgent")
         assert tree.completions[1].extends
         assert returns(tree, 0.5) == [0.5, 1.0]
 
 
 async def test_right_answer_is_not_asked_for_again(stage: Any) -> None:
     async with stage(lambda prompt: "7") as s:
-        assert list((await MultiTurnMathAgent(max_turns=5).run(SUM, **s.kwargs)).values()) == [1.0]
+        assert list((await MultiTurnMathAgent(max_turns=5).run(SUM, **s.kwargs())).values()) == [1.0]
 
 
 async def test_tries_end_after_max_turns(stage: Any) -> None:
     async with stage(lambda prompt: "") as s:
-        assert list((await MultiTurnMathAgent(max_turns=3).run(SUM, **s.kwargs)).values()) == [0.0, 0.0, 0.0]
+        assert list((await MultiTurnMathAgent(max_turns=3).run(SUM, **s.kwargs())).values()) == [0.0, 0.0, 0.0]
 
 
 async def test_task_is_left_as_it_was(stage: Any) -> None:
     task = {**SUM, "messages": list(SUM["messages"])}
     async with stage(lambda prompt: "8") as s:
-        await MultiTurnMathAgent().run(task, **s.kwargs)
+        await MultiTurnMathAgent().run(task, **s.kwargs())
     assert task == SUM
 
 
@@ -94,7 +94,7 @@ def test_less_than_one_turn_is_refused(agent: Any) -> None:
 
 async def test_tool_agent_calls_the_calculator_and_reads_its_result(stage: Any) -> None:
     async with stage(lambda prompt: "It is 7." if "<|im_start|>tool\n7<|im_end|>" in prompt else CALL) as s:
-        assert await MathToolAgent().run(SUM, **s.kwargs) == 1.0
+        assert await MathToolAgent().run(SUM, **s.kwargs()) == 1.0
         first, second = s.session.tree.completions
         assert first.message["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 3, "b": 4}}
         assert second.extends
@@ -103,7 +103,7 @@ async def test_tool_agent_calls_the_calculator_and_reads_its_result(stage: Any) 
 
 async def test_tool_agent_shows_the_model_exactly_the_tools_it_was_taught(stage: Any, tokenizer: Any) -> None:
     async with stage(lambda prompt: "7") as s:
-        await MathToolAgent().run(SUM, **s.kwargs)
+        await MathToolAgent().run(SUM, **s.kwargs())
         taught = tokenizer.apply_chat_template(
             SUM["messages"], tools=CALCULATOR_TOOLS, tokenize=False, add_generation_prompt=True
         )
@@ -124,7 +124,7 @@ async def test_tool_agent_shows_the_model_exactly_the_tools_it_was_taught(stage:
 )
 async def test_what_the_model_does_wrong_with_tools_is_a_wrong_answer(stage: Any, said: str, calls: int) -> None:
     async with stage(lambda prompt: said) as s:
-        assert await MathToolAgent(max_turns=3).run(SUM, **s.kwargs) == 0.0
+        assert await MathToolAgent(max_turns=3).run(SUM, **s.kwargs()) == 0.0
         assert len(s.session.tree.completions) == calls
 
 
@@ -132,7 +132,7 @@ async def test_tool_agent_starts_no_thread_that_exports_traces(stage: Any) -> No
     async with stage(lambda prompt: "7" if "<|im_start|>tool" in prompt else CALL) as s:
         agent = MathToolAgent()
         before = set(threading.enumerate())
-        await agent.run(SUM, **s.kwargs)
+        await agent.run(SUM, **s.kwargs())
         started = [thread.name for thread in set(threading.enumerate()) - before]
         assert [name for name in started if not name.startswith("asyncio_")] == []
 
@@ -140,7 +140,7 @@ async def test_tool_agent_starts_no_thread_that_exports_traces(stage: Any) -> No
 async def test_tool_agent_travels_by_cloudpickle(stage: Any) -> None:
     agent = cloudpickle.loads(cloudpickle.dumps(MathToolAgent(max_turns=2)))
     async with stage(lambda prompt: "7" if "<|im_start|>tool" in prompt else CALL) as s:
-        assert await agent.run(SUM, **s.kwargs) == 1.0
+        assert await agent.run(SUM, **s.kwargs()) == 1.0
 
 
 def test_missing_agents_sdk_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

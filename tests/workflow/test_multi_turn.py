@@ -153,8 +153,8 @@ async def test_sdk_agent_with_the_same_conversation_leaves_the_same_rows(
     proxy = Proxy(engine, tokenizer, gconfig=GCONFIG, max_positions=4096)
     await proxy.start()
     try:
-        door = AgentRunner(MultiTurnMathAgent(max_turns=3), proxy, AgentConfig(turn_discount=discount), GCONFIG)
-        by_agent, _ = await door.play(dict(TASK), context, greedy=False, seconds=60)
+        runner = AgentRunner(MultiTurnMathAgent(max_turns=3), proxy, AgentConfig(turn_discount=discount), GCONFIG)
+        by_agent, _ = await runner.play(dict(TASK), context, greedy=False, seconds=60)
     finally:
         await proxy.aclose()
     assert by_workflow is not None

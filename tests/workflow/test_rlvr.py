@@ -53,7 +53,7 @@ async def test_rows_of_different_length_join(tokenizer: Any, speaker: Any) -> No
 async def test_prompt_has_the_tokens_that_an_agent_would_cause(tokenizer: Any, stage: Any, speaker: Any) -> None:
     row = await RLVRWorkflow(one, GCONFIG, tokenizer).arun_episode(speaker(lambda prompt: "7").engine(), TASK)
     async with stage(lambda prompt: "7") as s:
-        await MathAgent().run(TASK, **s.kwargs)
+        await MathAgent().run(TASK, **s.kwargs())
         assert row["input_ids"][0].tolist() == s.session.tree.token_ids(s.session.tree.completions[0])
 
 

@@ -129,8 +129,8 @@ async def test_config_fills_the_processor_and_the_workflow_travels(
 
 
 async def test_episode_keeps_pictures_on_its_way_to_the_trainer(tokenizer: Any, engine: FakeEngine) -> None:
-    door = WorkflowRunner(VisionRLVRWorkflow(right, GCONFIG, tokenizer), engine, tokenizer)
-    episode, digests = await run_episode(door, {"messages": SHOWN}, WorkflowContext(), greedy=False, seconds=60)
+    runner = WorkflowRunner(VisionRLVRWorkflow(right, GCONFIG, tokenizer), engine, tokenizer)
+    episode, digests = await run_episode(runner, {"messages": SHOWN}, WorkflowContext(), greedy=False, seconds=60)
     assert [row.images for row in episode.rows] == [[RED]]
     assert tensors_of_group(GroupResult(0, [episode, episode], [], digests))["images"] == [[RED], [RED]]
     assert f"<image>×{TOKENS_PER_IMAGE}What is this?" in episode.messages[0]["content"]
