@@ -1,4 +1,4 @@
-"""`areal check` finds the mistakes that episodes make, in their source and while they run."""
+"""`areal check` finds the mistakes that episodes make while they are played."""
 
 import importlib
 import json
@@ -9,17 +9,18 @@ from typing import Any
 
 import pytest
 
-from areal.cli.check.source import read_source
 from areal.cli.main import main
 
 HEAD = """
 import asyncio
+import contextlib
+import subprocess
 import time
+import urllib.request
 from pathlib import Path
 from time import sleep as doze
 
 import aiofiles
-import openai
 from openai import AsyncOpenAI, OpenAI
 
 from areal.api.reward_api import AsyncRewardWrapper
@@ -33,11 +34,12 @@ async def ask(data, keys):
 TASK = {"messages": [{"role": "user", "content": "Sort 5291"}], "answer": "1259"}
 
 Write = Callable[[str], Any]
+Check = Callable[..., tuple[int, dict[str, Any]]]
 
 
 @pytest.fixture
 def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
-    """Write a module `episodes` and a file with one task where the test stands; gives the module."""
+    """Write a module `episodes` and a file with one task into the current directory; gives the module."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "tasks.jsonl").write_text(json.dumps(TASK) + "\n")
@@ -49,118 +51,6 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
 
     yield write
     sys.modules.pop("episodes", None)
-
-
-def agent(body: str) -> str:
-    lines = "".join(f"        {line}\n" for line in body.splitlines())
-    return f"class Agent:\n    async def run(self, data, **keys):\n{lines}"
-
-
-def sentences(write: Write, text: str) -> list[str]:
-    return [f"{each.what} -> {each.remedy}" for each in read_source(write(text).Agent.run)]
-
-
-@pytest.mark.parametrize(
-    ("line", "sentence"),
-    [
-        (
-            "open('x').read()",
-            "open(...) blocks the event loop, and with it every other episode -> use async with aiofiles",
-        ),
-        ("Path('x').read_text()", "read_text(...) blocks"),
-        (
-            "time.sleep(1)",
-            "time.sleep(...) blocks the event loop, and with it every other episode -> use await asyncio.sl",
-        ),
-        ("doze(1)", "doze(...) blocks"),
-        ("client = OpenAI()", "OpenAI(...) blocks"),
-        ("client = openai.OpenAI()", "openai.OpenAI(...) blocks"),
-        ("import requests\nrequests.get('x')", "requests.get(...) blocks"),
-        ("import subprocess as s\ns.run(['x'])", "s.run(...) blocks"),
-        ("keys['engine'].agenerate(data)", "agenerate(...) is never awaited, so it never runs -> await"),
-        ("return ask(data, keys)", "ask(...) is never awaited"),
-        ("ask(data, keys)", "ask(...) is never awaited"),
-        ("answer = ask(data, keys)\nreturn answer.id", "ask(...) is never awaited"),
-        ("return float(ask(data, keys))", "ask(...) is never awaited"),
-        ("client = AsyncOpenAI()\nx = client.chat.completions.create(model='m')\nx.id", "create(...) is never awaited"),
-        (
-            "session = workflow_context.get_aiohttp_session()\nsession.get('x')",
-            "get_aiohttp_session(...) is never awaited",
-        ),
-        ("asyncio.sleep(1)", "asyncio.sleep(...) is never awaited"),
-        ("with aiofiles.open('x') as file:\n    pass", "aiofiles.open(...) is asynchronous, `with` is not"),
-    ],
-)
-def test_mistake_is_seen_in_the_source(write: Write, line: str, sentence: str) -> None:
-    found = sentences(write, agent(line))
-    assert len(found) == 1, found
-    assert sentence in found[0]
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "return await ask(data, keys)",
-        "answers = await asyncio.gather(ask(data, keys), ask(data, keys))",
-        "answers = await asyncio.gather(*[ask(data, keys) for _ in range(3)])",
-        "task = asyncio.create_task(ask(data, keys))\nawait task",
-        "later = ask(data, keys)\nanswer = await later\nreturn answer.id",
-        "async with aiofiles.open('x') as file:\n    await file.read()",
-        "await asyncio.to_thread(time.sleep, 1)",
-        "await asyncio.to_thread(lambda: open('x').read())",
-        "client = AsyncOpenAI()\nawait client.chat.completions.create(model='m')",
-        "session = await workflow_context.get_aiohttp_session()",
-        "async with asyncio.TaskGroup() as group:\n    group.create_task(ask(data, keys))",
-    ],
-)
-def test_right_code_is_left_alone(write: Write, line: str) -> None:
-    assert sentences(write, agent(line)) == []
-
-
-def test_mistake_is_followed_into_helpers_and_named_by_its_line(write: Write) -> None:
-    module = write(
-        "def load(path):\n    return open(path).read()\n\n"
-        "class Agent:\n    async def run(self, data):\n        return self.score(data)\n\n"
-        "    def score(self, data):\n        return load('x')\n"
-    )
-    (finding,) = read_source(module.Agent.run)
-    assert finding.where == f"episodes.py:{len(HEAD.splitlines()) + 2}"
-
-
-WORKFLOW = """
-class Agent:
-    def __init__(self, reward_fn):
-        self.score = WRAPPED
-
-    async def arun_episode(self, engine, data):
-        return CALL
-"""
-
-
-@pytest.mark.parametrize(
-    ("wrapped", "call", "sentence"),
-    [
-        ("reward_fn", "self.score(data)", "self.score(...) runs the reward function in the event loop -> self.score ="),
-        ("AsyncRewardWrapper(reward_fn)", "float(self.score(data))", "self.score(...) is never awaited"),
-        ("AsyncRewardWrapper(reward_fn)", "await self.score(data)", None),
-        ("reward_fn", "await self.score(data)", None),
-        ("reward_fn if ready(reward_fn) else AsyncRewardWrapper(reward_fn)", "await self.score(data)", None),
-    ],
-)
-def test_reward_that_is_not_wrapped_or_not_awaited_is_found(
-    write: Write, wrapped: str, call: str, sentence: str | None
-) -> None:
-    module = write(WORKFLOW.replace("WRAPPED", wrapped).replace("CALL", call))
-    found = [f"{each.what} -> {each.remedy}" for each in read_source(module.Agent.arun_episode)]
-    assert [sentence in each for each in found if sentence] == ([True] if sentence else [])
-
-
-def test_synchronous_episode_runs_in_a_thread_and_may_block(write: Write) -> None:
-    module = write("class Agent:\n    def run(self, data):\n        time.sleep(1)\n")
-    assert read_source(module.Agent.run) == []
-
-
-Check = Callable[..., tuple[int, dict[str, Any]]]
 
 
 @pytest.fixture
@@ -177,7 +67,158 @@ def check(write: Write, capsys: pytest.CaptureFixture[str]) -> Check:
     return check
 
 
+def agent(body: str) -> str:
+    lines = "".join(f"        {line}\n" for line in body.splitlines())
+    return f"class Agent:\n    async def run(self, data, **keys):\n{lines}"
+
+
+def sentences(report: dict[str, Any]) -> list[str]:
+    return [f"{each['what']} -> {each['remedy']}" for each in report["findings"]]
+
+
+ASKED = "\nawait ask(data, keys)\nreturn 1.0"
 GOOD = agent("answer = await ask(data, keys)\nreturn {answer.id: 1.0}")
+"""How an episode ends well."""
+
+BLOCKING = {
+    "open('tasks.jsonl').close()": "use async with aiofiles",
+    "Path('tasks.jsonl').read_text()": "use async with aiofiles",
+    "time.sleep(0.001)": "use await asyncio.sleep",
+    "subprocess.run(['true'])": "use await asyncio.create_subprocess_exec",
+    "with contextlib.suppress(OSError): urllib.request.urlopen('http://127.0.0.1:9')": "get_aiohttp_session()",
+}
+
+
+def test_calls_that_block_the_event_loop_are_found_by_their_lines_however_short_they_are(check: Check) -> None:
+    code, report = check(agent("\n".join(BLOCKING) + ASKED), "--mode", "inline")
+    assert code == 1
+    first = len(HEAD.splitlines()) + 3
+    for number, (line, remedy) in enumerate(BLOCKING.items()):
+        finding = report["findings"][number]
+        assert finding["what"] == f"{line} blocks the event loop, and with it every other episode"
+        assert remedy in finding["remedy"]
+        assert finding["where"] == f"episodes.py:{first + number}"
+    assert len(report["findings"]) == len(BLOCKING)
+
+
+def test_line_that_blocks_for_long_is_found_whatever_it_calls(check: Check) -> None:
+    _, report = check(agent("doze(0.3)" + ASKED), "--mode", "inline")
+    (sentence,) = sentences(report)
+    assert sentence.startswith("doze(0.3) blocked the event loop for ")
+
+
+@pytest.mark.parametrize(
+    ("line", "sentences_found"),
+    [
+        ("ask(data, keys)" + ASKED, ["ask(...) is never awaited, so it never runs -> await ask(...)"]),
+        ("asyncio.sleep(1)" + ASKED, ["sleep(...) is never awaited"]),
+        ("workflow_context.get_aiohttp_session()" + ASKED, ["get_aiohttp_session(...) is never awaited"]),
+        ("return ask(data, keys)", ["(no_interactions)", "ask(...) is never awaited"]),
+        ("return float(ask(data, keys))", ["(agent_error)", "ask(...) is never awaited"]),
+        ("answer = ask(data, keys)\nreturn answer.id", ["(agent_error)", "ask(...) is never awaited"]),
+        (
+            "client = AsyncOpenAI()\nx = client.chat.completions.create(model='m', messages=[])\nx.id",
+            ["(agent_error)", "AsyncCompletions.create(...) is never awaited"],
+        ),
+        ("with aiofiles.open('x') as file:\n    pass", ["(agent_error)"]),
+    ],
+)
+def test_coroutine_that_is_never_awaited_is_found(check: Check, line: str, sentences_found: list[str]) -> None:
+    code, report = check(agent(line), "--mode", "inline")
+    found = sentences(report)
+    assert code == 1
+    assert len(found) == len(sentences_found), found
+    for sentence, each in zip(sentences_found, found, strict=True):
+        assert sentence in each
+
+
+def test_right_code_is_left_alone(check: Check) -> None:
+    body = """
+await asyncio.gather(ask(data, keys), ask(data, keys))
+await asyncio.gather(*[ask(data, keys) for _ in range(3)])
+task = asyncio.create_task(ask(data, keys))
+await task
+later = ask(data, keys)
+await later
+async with aiofiles.open('tasks.jsonl') as file:
+    await file.read()
+await asyncio.to_thread(time.sleep, 0.001)
+await asyncio.to_thread(lambda: open('tasks.jsonl').close())
+process = await asyncio.create_subprocess_exec('true')
+await process.wait()
+session = await workflow_context.get_aiohttp_session()
+with contextlib.suppress(OSError):
+    await session.get('http://127.0.0.1:9')
+async with asyncio.TaskGroup() as group:
+    group.create_task(ask(data, keys))
+return 1.0
+"""
+    code, report = check(agent(body), "--mode", "inline")
+    assert (code, report["findings"]) == (0, [])
+
+
+def test_mistake_in_a_helper_is_named_by_the_helpers_line(check: Check) -> None:
+    text = (
+        "def load(path):\n    return open(path).read()\n\n"
+        "class Agent:\n    async def run(self, data, **keys):\n"
+        "        self.score(data)\n        await ask(data, keys)\n        return 1.0\n\n"
+        "    def score(self, data):\n        return load('tasks.jsonl')\n"
+    )
+    _, report = check(text, "--mode", "inline")
+    assert [finding["where"] for finding in report["findings"]] == [f"episodes.py:{len(HEAD.splitlines()) + 2}"]
+
+
+SCORED = """
+def reward(data):
+    return 1.0
+
+async def async_reward(data):
+    return 1.0
+
+class Agent:
+    def __init__(self, reward_fn):
+        self.score = WRAPPED
+
+    async def run(self, data, **keys):
+        await ask(data, keys)
+        CALL
+        return 1.0
+"""
+
+
+@pytest.mark.parametrize(
+    ("wrapped", "call", "sentence"),
+    [
+        (
+            "reward_fn",
+            "self.score(data)",
+            "self.score(data) runs the reward function in the event loop -> self.score = AsyncRewardWrapper(",
+        ),
+        ("AsyncRewardWrapper(reward_fn)", "self.score(data)", "AsyncRewardWrapper(...) is never awaited"),
+        ("AsyncRewardWrapper(reward_fn)", "await self.score(data)", None),
+        ("async_reward", "await self.score(data)", None),
+        ("reward_fn", "await asyncio.to_thread(self.score, data)", None),
+    ],
+)
+def test_reward_that_is_not_wrapped_or_not_awaited_is_found(
+    check: Check, wrapped: str, call: str, sentence: str | None
+) -> None:
+    text = SCORED.replace("WRAPPED", wrapped).replace("CALL", call)
+    _, report = check(text, "reward_fn=episodes.reward", "--mode", "inline")
+    found = sentences(report)
+    assert len(found) == (sentence is not None), found
+    if sentence:
+        assert sentence in found[0]
+
+
+def test_synchronous_episode_runs_in_a_thread_and_may_block(check: Check) -> None:
+    text = (
+        "class Agent:\n    def run(self, data, base_url, api_key):\n        time.sleep(0.3)\n"
+        "        open('tasks.jsonl').close()\n        client = OpenAI(base_url=base_url, api_key=api_key)\n"
+        "        client.chat.completions.create(model='any', messages=data['messages'])\n        return 1.0\n"
+    )
+    code, report = check(text, "--mode", "inline")
+    assert (code, report["findings"]) == (0, [])
 
 
 def test_good_agent_passes_alone_with_many_and_in_a_process(check: Check) -> None:
@@ -219,7 +260,9 @@ def test_state_that_episodes_share_is_found(check: Check) -> None:
         ("await ask(data, keys)\nreturn None", "(filtered)", "return None only"),
     ],
 )
-def test_episode_that_yields_nothing_is_told_with_its_remedy(check: Check, body: str, what: str, remedy: str) -> None:
+def test_episode_that_yields_nothing_is_reported_with_its_remedy(
+    check: Check, body: str, what: str, remedy: str
+) -> None:
     code, report = check(agent(body), "--mode", "inline")
     assert code == 1
     assert [run["name"] for run in report["runs"]] == ["alone"]
@@ -227,7 +270,7 @@ def test_episode_that_yields_nothing_is_told_with_its_remedy(check: Check, body:
     assert remedy in report["findings"][0]["remedy"]
 
 
-def test_coroutine_that_only_the_run_shows_to_be_dropped_is_found_once(check: Check) -> None:
+def test_coroutine_that_many_episodes_drop_is_found_once(check: Check) -> None:
     text = "class Base:\n    async def note(self):\n        return 1\n\n"
     body = "self.note()\nasyncio.sleep(0)\nawait ask(data, keys)\nreturn 1.0"
     code, report = check(text + agent(body).replace("Agent", "Agent(Base)"), "--mode", "inline")
@@ -235,7 +278,7 @@ def test_coroutine_that_only_the_run_shows_to_be_dropped_is_found_once(check: Ch
     line = len(HEAD.splitlines()) + 7
     assert sorted((finding["where"], finding["what"]) for finding in report["findings"]) == [
         (f"episodes.py:{line}", "Base.note(...) is never awaited, so it never runs"),
-        (f"episodes.py:{line + 1}", "asyncio.sleep(...) is never awaited, so it never runs"),
+        (f"episodes.py:{line + 1}", "sleep(...) is never awaited, so it never runs"),
     ]
 
 
@@ -272,7 +315,7 @@ def test_synchronous_client_that_waits_for_its_own_event_loop_is_cut_off(
     assert (code, report["findings"], [run["accepted"] for run in report["runs"]]) == (0, [], [4])
 
 
-def test_agent_that_cannot_be_made_in_a_process_is_told(check: Check) -> None:
+def test_agent_that_cannot_be_made_in_a_process_is_reported(check: Check) -> None:
     text = "import os\nHERE = os.environ.pop('ONLY_HERE', None)\n\n" + GOOD.replace(
         "    async def", "    def __init__(self):\n        assert HERE, 'another process'\n\n    async def", 1
     )
@@ -289,7 +332,7 @@ def test_report_is_a_table_with_findings_and_remedies(write: Write, capsys: pyte
     shown = capsys.readouterr().out
     assert "✓ alone" in shown
     assert "✓ 32 at once" in shown
-    assert "open(...) blocks the event loop" in shown
+    assert "open('tasks.jsonl').close() blocks the event loop" in shown
     assert "→ use async with aiofiles.open" in shown
     assert shown.rstrip().endswith("1 finding")
 

@@ -1,63 +1,66 @@
-"""What checked episodes play on: an engine, the proxy in front of it, and a watch over the event loop."""
+"""Episodes played for a check as a rollout worker plays them, and what is watched meanwhile.
 
-# MERGED-DOC
-# Episodes played for a check, as a rollout worker plays them, and what they left, added up.
-# A workflow or agent put to the test: its source is read, then it plays alone, with many others, and in a process.
+A harness is an engine, the proxy in front of it, and a watch for code that holds the event loop for long. What blocks
+only briefly, a reward function called in the event loop and a coroutine that is never awaited are found by
+`MistakeWatch`, which looks at calls as they are made and reads no source.
+"""
 
 import asyncio
-import itertools
+import gc
+import inspect
 import pickle
+import sys
+import sysconfig
 import tempfile
+import threading
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager
+import warnings
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, Self, SupportsIndex
 
 from areal.api.engine_api import InferenceEngine
-from areal.api.errors import WorkflowError
 from areal.api.messages import Episode, Rejection, Stall
-from areal.cli.check.report import Finding, PlayedEpisodes, Report, blocked, rejected
-from areal.cli.check.source import noticed, read_source
+from areal.api.reward_api import AsyncRewardWrapper
+from areal.cli.check.report import Finding, PlayedEpisodes
 from areal.config.rollout import AgentConfig, GenerationHyperparameters
 from areal.infra import workflow_context
-from areal.infra.stalls import StallWatch
+from areal.infra.blocking_calls import by_name, remedy_for
+from areal.infra.stalls import INSTALLED, Callback, StallWatch, callback_of, is_user_code, short_file
 from areal.infra.workflow_context import WorkflowContext
 from areal.proxy import NO_SESSION_KEY, Proxy, Session
 from areal.rollout.episodes import Runner, call, run_episode
-from areal.rollout.loading import (
-    Fillers,
-    WorkflowSpec,
-    agent_function,
-    episode_function,
-    import_object,
-    is_agent,
-    is_rollout_workflow,
-    load,
-)
+from areal.rollout.loading import Fillers, WorkflowSpec, import_object, is_rollout_workflow, load
 from areal.rollout.runners.agent import AgentRunner, environment
-from areal.rollout.runners.subprocess import AgentParcel, AgentPool, SubprocessRunner
+from areal.rollout.runners.subprocess import AgentPool, PackedAgent, SubprocessRunner
 from areal.rollout.runners.workflow import WorkflowRunner
 from areal.trajectory import Tree
-from areal.utils.callables import name_of
-from areal.utils.process_pool.pool import CallError, ProcessPool
+from areal.utils.callables import is_async, name_of
+from areal.utils.closing import Closing
 
-ENGINES = ("builtin", "fake")
 BUILTIN = "builtin:tiny-math"
 MAX_NEW_TOKENS = 64
 STALL_SECONDS = 0.2
 """Shorter than in training, where a report costs attention."""
+SETTLE_SECONDS = STALL_SECONDS / 2
+"""The stall watch reports the end of a stall when it looks next."""
 STUCK_SECONDS = 5.0
-"""What blocks for so long waits for the event loop it blocks, or might as well."""
+"""Code that blocks for this long waits for the very event loop it blocks, or might as well."""
 FAKE_VOCABULARY = 400
 FAKE_POSITIONS = 32_768
+
+Task = dict[str, Any]
 
 
 class WatchedProxy(Proxy):
     """Keeps every session that was opened, for its tree."""
 
-    sessions: list[Session]
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.sessions: list[Session] = []
 
     def open_session(self, **options: Any) -> Session:
         session = super().open_session(**options)
@@ -66,7 +69,7 @@ class WatchedProxy(Proxy):
 
 
 @dataclass
-class Stage:
+class Harness:
     engine: InferenceEngine
     tokenizer: Any
     tokenizer_path: str
@@ -75,32 +78,28 @@ class Stage:
     stalls: list[Stall] = field(default_factory=list)
     """Those that have ended."""
 
-    def watch(self) -> StallWatch:
-        return StallWatch(
-            STALL_SECONDS,
-            lambda stall: None,
-            self.stalls.append,
-            limit_seconds=STUCK_SECONDS,
-            entries=(call.__code__,),
-        )
-
 
 @asynccontextmanager
-async def open_stage(kind: str, tasks: Sequence[dict[str, Any]]) -> AsyncIterator[Stage]:
-    """`kind` is one of ENGINES; the fake one's tokenizer is made of the tasks' own text."""
+async def open_harness(kind: str, tasks: Sequence[Task]) -> AsyncIterator[Harness]:
+    """`kind` is builtin or fake; the fake engine's tokenizer is made of the tasks' own text."""
     with tempfile.TemporaryDirectory(prefix="areal-check-") as place:
         engine, tokenizer, path, positions = _builtin() if kind == "builtin" else _fake(tasks, Path(place))
         gconfig = GenerationHyperparameters(max_new_tokens=MAX_NEW_TOKENS)
         proxy = WatchedProxy(engine, tokenizer, gconfig=gconfig, max_positions=positions)
-        proxy.sessions = []
         await proxy.start()
-        stage = Stage(engine, tokenizer, path, proxy, gconfig)
-        nowhere = {"OPENAI_BASE_URL": f"{proxy.origin}/v1", "OPENAI_API_KEY": NO_SESSION_KEY}
-        watch = stage.watch()
+        harness = Harness(engine, tokenizer, path, proxy, gconfig)
+        no_session = {"OPENAI_BASE_URL": f"{proxy.origin}/v1", "OPENAI_API_KEY": NO_SESSION_KEY}
+        watch = StallWatch(
+            STALL_SECONDS,
+            lambda stall: None,
+            harness.stalls.append,
+            limit_seconds=STUCK_SECONDS,
+            entries=(call.__code__,),
+        )
         watch.start()
         try:
-            with environment(nowhere):
-                yield stage
+            with environment(no_session):
+                yield harness
         finally:
             watch.close()
             await proxy.aclose()
@@ -110,16 +109,14 @@ async def open_stage(kind: str, tasks: Sequence[dict[str, Any]]) -> AsyncIterato
 
 def _builtin() -> tuple[InferenceEngine, Any, str, int]:
     from areal.engine.inference.server import load_engine
-    from areal.engine.model.architecture import read_architecture
-    from areal.engine.models import find_model
+    from areal.engine.models import find_model, max_positions
     from areal.utils.hf_utils import load_hf_tokenizer
 
     directory = find_model(BUILTIN)
-    positions = read_architecture(directory).max_positions
-    return load_engine(directory), load_hf_tokenizer(directory), str(directory), positions
+    return load_engine(directory), load_hf_tokenizer(directory), str(directory), max_positions(directory)
 
 
-def _fake(tasks: Sequence[dict[str, Any]], place: Path) -> tuple[InferenceEngine, Any, str, int]:
+def _fake(tasks: Sequence[Task], place: Path) -> tuple[InferenceEngine, Any, str, int]:
     from areal.engine.builtin.tokenizer import make_tokenizer
     from areal.engine.inference.fake import FakeEngine
     from areal.utils.hf_utils import load_hf_tokenizer
@@ -130,61 +127,60 @@ def _fake(tasks: Sequence[dict[str, Any]], place: Path) -> tuple[InferenceEngine
     return engine, tokenizer, str(place), FAKE_POSITIONS
 
 
-Task = dict[str, Any]
-
-SETTLE_SECONDS = STALL_SECONDS / 2
-"""The stall watch tells of an end when it looks next."""
-
-
-def door_here(spec: WorkflowSpec, stage: Stage) -> Runner:
-    """Its episodes run in this process's event loop."""
-    workflow = load(spec, Fillers(stage.gconfig, stage.tokenizer))
+def inline_runner(spec: WorkflowSpec, harness: Harness, watch: "MistakeWatch | None" = None) -> Runner:
+    """Runs episodes in this process's event loop."""
+    workflow = load(spec, Fillers(harness.gconfig, harness.tokenizer))
+    if watch is not None:
+        watch.watch_reward(workflow, spec.kwargs.get("reward_fn"))
     if is_rollout_workflow(workflow):
-        return WorkflowRunner(workflow, stage.engine, stage.tokenizer)
-    return AgentRunner(workflow, stage.proxy, AgentConfig(), stage.gconfig)
+        return WorkflowRunner(workflow, harness.engine, harness.tokenizer)
+    return AgentRunner(workflow, harness.proxy, AgentConfig(), harness.gconfig)
 
 
-async def door_away(spec: WorkflowSpec, stage: Stage, pool: AgentPool) -> Runner:
-    """An agent's episodes run in processes of the pool. Raises WorkflowError if it cannot be sent or made there."""
-    parcel = AgentParcel(spec.pack(), Fillers(stage.gconfig, stage.tokenizer_path))
-    door = SubprocessRunner(name_of(spec.target), parcel, pool, stage.proxy, AgentConfig(), stage.gconfig)
-    await door.prepare()
-    return door
+async def subprocess_runner(spec: WorkflowSpec, harness: Harness, pool: AgentPool) -> Runner:
+    """Runs an agent's episodes in the pool. Raises WorkflowError if the agent cannot be sent or made there."""
+    parcel = PackedAgent(spec.pack(), Fillers(harness.gconfig, harness.tokenizer_path))
+    runner = SubprocessRunner(name_of(spec.target), parcel, pool, harness.proxy, AgentConfig(), harness.gconfig)
+    await runner.prepare()
+    return runner
 
 
-async def play(name: str, door: Runner, tasks: Sequence[Task], stage: Stage, seconds: float) -> PlayedEpisodes:
+async def play_episodes(
+    name: str, runner: Runner, tasks: Sequence[Task], harness: Harness, seconds: float
+) -> PlayedEpisodes:
     """One episode for each task, all at once."""
     played = PlayedEpisodes(name, episodes=len(tasks))
-    sessions, stalls = len(stage.proxy.sessions), len(stage.stalls)
+    sessions, stalls = len(harness.proxy.sessions), len(harness.stalls)
     began = time.monotonic()
     packed = [pickle.dumps(task) for task in tasks]  # an agent may change its task, and only its own
     outcomes = await asyncio.gather(
-        *(_episode(door, pickle.loads(task), number, seconds) for number, task in enumerate(packed))
+        *(_episode(runner, pickle.loads(task), number, seconds) for number, task in enumerate(packed))
     )
     played.seconds = time.monotonic() - began
     await asyncio.sleep(SETTLE_SECONDS)
     for outcome in outcomes:
         _count(played, outcome)
-    for session in stage.proxy.sessions[sessions:]:
+    for session in harness.proxy.sessions[sessions:]:
         _count_tree(played, session.tree)
-    played.calls = max(played.calls, played.completions)  # a rejection tells of no calls; an agent's are in its tree
-    played.stalls = stage.stalls[stalls:]
+    played.calls = max(played.calls, played.completions)  # a rejection counts no calls; an agent's are in its tree
+    played.stalls = harness.stalls[stalls:]
     return played
 
 
-def play_apart(spec: bytes, engine: str, task: Task, seconds: float) -> PlayedEpisodes:
-    """One episode of a RolloutWorkflow in a process of its own, with an engine of its own."""
+def play_in_own_harness(spec: bytes, engine: str, task: Task, seconds: float) -> PlayedEpisodes:
+    """One episode of a RolloutWorkflow; runs in a process of its own."""
 
     async def episode() -> PlayedEpisodes:
-        async with open_stage(engine, [task]) as stage:
-            return await play("in a process", door_here(WorkflowSpec.unpack(spec), stage), [task], stage, seconds)
+        async with open_harness(engine, [task]) as harness:
+            runner = inline_runner(WorkflowSpec.unpack(spec), harness)
+            return await play_episodes("in a process", runner, [task], harness, seconds)
 
     return asyncio.run(episode())
 
 
-async def _episode(door: Runner, task: Task, number: int, seconds: float) -> Episode | Rejection:
-    context = WorkflowContext(task_id=number, workflow=door.name)
-    outcome, _ = await run_episode(door, task, context, greedy=False, seconds=seconds)
+async def _episode(runner: Runner, task: Task, number: int, seconds: float) -> Episode | Rejection:
+    context = WorkflowContext(task_id=number, workflow=runner.name)
+    outcome, _ = await run_episode(runner, task, context, greedy=False, seconds=seconds)
     return outcome
 
 
@@ -206,107 +202,164 @@ def _count_tree(played: PlayedEpisodes, tree: Tree) -> None:
     played.completions += len(nodes)
     played.rewarded += sum(node.reward is not None for node in nodes)
     played.rewrites += tree.rewrites
-    # Every completion continues one of its own or begins a conversation; the first to do so is no fork.
+    # Every completion continues a completion or begins a conversation; the first to do so is no fork.
     played.forks += len(nodes) - len({node.parent for node in nodes})
 
 
-ALONE, PROCESS = "alone", "in a process"
-PROCESSES = 2
-LOAD_SECONDS = 240.0
-SHARED_STATE = "; alone it passes, so look for state that episodes share"
-OTHER_PROCESS = "; a process has no http_client to give, and nothing that another process made (--mode inline skips it)"
+_BLOCKING_EVENTS = {
+    "open": "open",
+    "os.system": "os.system",
+    "subprocess.Popen": "subprocess.run",
+    "time.sleep": "time.sleep",
+    "builtins.input": "input",
+    "socket.connect": "",
+    "socket.getaddrinfo": "",
+}
+"""Audit events of calls that wait, and their entries in the table of remedies; for the network, the caller tells."""
+_OWN_CALLS = {"open", "os.system", "subprocess.Popen"}
+"""Those that count only where the user's code makes the call itself: libraries read their own settings once."""
+_OTHERS_CALLS = {"asyncio", "linecache"}
+"""Modules of the standard library whose calls are not the user's: one does not block, one reads source for warnings."""
+_NEVER_AWAITED = "coroutine .* was never awaited"
+_ORIGIN_FRAMES = 8
+"""How far back the making of a coroutine is traced; decorators of SDKs lie between it and the user's line."""
+_STANDARD_LIBRARY = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
 
 
-async def check(
-    spec: WorkflowSpec, tasks: Sequence[Task], *, engine: str, mode: str, episodes: int, seconds: float
-) -> Report:
-    """Raises WorkflowError for what cannot be found or made at all."""
-    agent = is_agent(spec)
-    report = Report(name_of(spec.target), "agent" if agent else "workflow", engine, mode, spec.kwargs)
-    inline = mode != "subproc" or not agent
-    if inline:  # in a process of its own an agent may block as it likes
-        report.findings += read_source(_episode_function(spec, agent))
-    async with open_stage(engine, tasks) as stage:
-        if inline:
-            with noticed(report.findings) as dropped:
-                await _play_inline(report, spec, tasks, stage, episodes, seconds)
-            report.findings += dropped
-        if not inline or (agent and mode == "any" and report.passed_alone):
-            await _play_away(report, spec, tasks, stage, PROCESSES if inline else episodes, seconds)
-        elif not agent and report.passed_alone:
-            await _play_apart(report, spec, tasks[0], engine, seconds)
-    _remark(report)
-    return report
+class MistakeWatch(Closing):
+    """Watches users' code in the event loop of the thread that makes it, from `with` to the end of the block."""
 
+    def __init__(self) -> None:
+        self._found: dict[str, Finding] = {}
+        self._thread_id: int | None = threading.get_ident()
+        self._undo = ExitStack()
+        self._warnings: list[warnings.WarningMessage] = []
 
-def _episode_function(spec: WorkflowSpec, agent: bool) -> Any:
-    """What is called for an episode, found without making the workflow."""
-    target = import_object(spec.target, "workflow") if isinstance(spec.target, str) else spec.target
-    function = agent_function(target) if agent else episode_function(target)
-    return getattr(function, "__call__", function) if isinstance(function, type) else function  # noqa: B004
+    @property
+    def findings(self) -> list[Finding]:
+        """One for each line of code."""
+        return list(self._found.values())
 
+    def __enter__(self) -> Self:
+        caught = self._undo.enter_context(warnings.catch_warnings(record=True))
+        assert caught is not None, "record=True gives a list"
+        self._warnings = caught
+        warnings.filterwarnings("always", _NEVER_AWAITED, RuntimeWarning)
+        self._undo.callback(sys.set_coroutine_origin_tracking_depth, sys.get_coroutine_origin_tracking_depth())
+        sys.set_coroutine_origin_tracking_depth(_ORIGIN_FRAMES)
+        self._undo.enter_context(_audited_sleep())
+        sys.addaudithook(self._audit)
+        return self
 
-async def _play_inline(
-    report: Report, spec: WorkflowSpec, tasks: Sequence[Task], stage: Stage, episodes: int, seconds: float
-) -> None:
-    door = door_here(spec, stage)
-    known = [finding.where for finding in report.findings]
-    alone = await play(ALONE, door, tasks[:1], stage, seconds)
-    report.runs.append(alone)
-    report.findings += rejected(alone)
-    if report.passed_alone:
-        alone.stalls.clear()  # the first episode also loads what all need
-        together = await play(f"{episodes} at once", door, _many(tasks, episodes), stage, seconds)
-        report.runs.append(together)
-        report.findings += rejected(together, SHARED_STATE)
-    report.findings += blocked([stall for run in report.runs for stall in run.stalls], known)
+    def close(self) -> None:
+        self._thread_id = None  # an audit hook cannot be removed
+        gc.collect()  # a coroutine that is kept alive by a traceback is reported when it is freed
+        self._undo.close()
+        for warning in self._warnings:
+            finding = _never_awaited(warning)
+            if finding is None:
+                warnings.showwarning(warning.message, warning.category, warning.filename, warning.lineno)
+            else:
+                self._add(finding)
 
+    def watch_reward(self, workflow: Any, reward_fn: Any) -> None:
+        """Notice calls of the reward function that a workflow keeps as an attribute without a wrapper.
 
-async def _play_away(
-    report: Report, spec: WorkflowSpec, tasks: Sequence[Task], stage: Stage, episodes: int, seconds: float
-) -> None:
-    async with aclosing(AgentPool(PROCESSES)) as pool:
-        try:
-            door = await door_away(spec, stage, pool)
-        except WorkflowError as error:
-            report.picklable = False
-            report.findings.append(Finding(str(error), "make in __init__ what cannot travel to another process"))
+        `reward_fn` is what its constructor was given; an attribute of that name counts in any case.
+        """
+        given = import_object(reward_fn, "reward_fn") if isinstance(reward_fn, str) and reward_fn else reward_fn
+        attributes: dict[str, Any] = getattr(workflow, "__dict__", {})
+        for name, value in list(attributes.items()):
+            if not callable(value) or isinstance(value, AsyncRewardWrapper) or is_async(value):
+                continue
+            if name == "reward_fn" or value is given:
+                attributes[name] = self._noticing(name, value)
+                self._undo.callback(attributes.__setitem__, name, value)
+
+    def _noticing(self, name: str, reward_fn: Callable[..., Any]) -> Callable[..., Any]:
+        def noticing(*args: Any, **kwargs: Any) -> Any:
+            callback = self._callback(sys._getframe(1))
+            place = callback.blame((call.__code__,)) if callback else None
+            if place is not None:
+                remedy = f"self.{name} = AsyncRewardWrapper(reward_fn) in __init__, and await it"
+                self._add(Finding(f"{place.source} runs the reward function in the event loop", remedy, place.where))
+            return reward_fn(*args, **kwargs)
+
+        return noticing
+
+    def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if event not in _BLOCKING_EVENTS or (callback := self._callback(sys._getframe(1))) is None:
             return
-        report.picklable = True
-        run = await play(PROCESS, door, _many(tasks, episodes), stage, seconds)
-    report.runs.append(run)
-    report.findings += rejected(run, OTHER_PROCESS)
-
-
-async def _play_apart(report: Report, spec: WorkflowSpec, task: Task, engine: str, seconds: float) -> None:
-    with ProcessPool(1, load_seconds=LOAD_SECONDS) as pool:
-        try:
-            future = pool.submit(
-                play_apart, (spec.pack(), engine, task, seconds), timeout_seconds=seconds + LOAD_SECONDS
-            )
-            run = await asyncio.wrap_future(future)
-        except (CallError, WorkflowError) as error:
-            report.picklable = False
-            report.findings.append(
-                Finding(f"in a process of its own: {error}", "make in __init__ what cannot travel to another process")
-            )
+        if callback.is_importing or _is_harmless(event, arguments, callback):
             return
-    report.picklable = True
-    report.runs.append(run)
-    report.findings += rejected(run, OTHER_PROCESS)
+        place = callback.blame((call.__code__,))
+        if place is None:
+            return
+        known = by_name(_BLOCKING_EVENTS[event])
+        modules = [str(frame.f_globals.get("__name__")) for frame in callback.stack]
+        remedy = known.remedy if known else remedy_for("", modules)
+        what = f"{place.source or place.function} blocks the event loop, and with it every other episode"
+        self._add(Finding(what, f"use {remedy}", place.where))
+
+    def _callback(self, frame: FrameType) -> Callback | None:
+        """What the event loop is running, if `frame` belongs to its thread."""
+        return callback_of(frame) if threading.get_ident() == self._thread_id else None
+
+    def _add(self, finding: Finding) -> None:
+        self._found.setdefault(finding.where, finding)
 
 
-def _remark(report: Report) -> None:
-    rewards = [reward for run in report.runs for reward in run.rewards]
-    if report.engine == "builtin" and len(rewards) > 1 and len(set(rewards)) == 1:
-        report.notes.append(
-            f"every reward was {rewards[0]:g}: a group of equal rewards teaches nothing, so look whether the task is "
-            "within the model's reach"
-        )
-    rewrites = sum(run.rewrites for run in report.runs)
-    if rewrites:
-        report.notes.append(f"the chat template wrote earlier turns anew {rewrites} times; each began a new branch")
+def _is_harmless(event: str, arguments: tuple[Any, ...], callback: Callback) -> bool:
+    if event == "open" and isinstance(arguments[0], int):
+        return True  # a file that is open already
+    if event == "socket.connect" and arguments[0].gettimeout() == 0:
+        return True  # a connection that asyncio waits for
+    return event in _OWN_CALLS and not _is_own_call(callback)
 
 
-def _many(tasks: Sequence[Task], count: int) -> list[Task]:
-    return list(itertools.islice(itertools.cycle(tasks), count))
+def _is_own_call(callback: Callback) -> bool:
+    """Whether nothing but the standard library lies between a call and the user's code."""
+    for frame in reversed(callback.stack):
+        file, module = frame.f_code.co_filename, str(frame.f_globals.get("__name__"))
+        if is_user_code(file):
+            return True
+        if module.partition(".")[0] in _OTHERS_CALLS or not _is_standard_library(file):
+            return False
+    return False
+
+
+def _is_standard_library(file: str) -> bool:
+    return file.startswith("<frozen ") or (
+        file.startswith(_STANDARD_LIBRARY) and not any(name in Path(file).parts for name in INSTALLED)
+    )
+
+
+@contextmanager
+def _audited_sleep() -> Iterator[None]:
+    """`time.sleep` raises an audit event of its own only since Python 3.13."""
+    sleep = time.sleep
+
+    def audited_sleep(seconds: float | SupportsIndex, /) -> None:
+        sys.audit("time.sleep", seconds)
+        sleep(seconds)
+
+    time.sleep = audited_sleep
+    try:
+        yield
+    finally:
+        time.sleep = sleep
+
+
+def _never_awaited(warning: warnings.WarningMessage) -> Finding | None:
+    """None for a warning of another kind, or about a coroutine that a library made for itself."""
+    coroutine: Any = warning.source
+    if not inspect.iscoroutine(coroutine):
+        return None
+    name = coroutine.cr_code.co_qualname.removesuffix(".__call__")
+    is_private = name.rpartition(".")[2].startswith("_") and not is_user_code(coroutine.cr_code.co_filename)
+    made_at = next(
+        (f"{short_file(file)}:{line}" for file, line, _ in coroutine.cr_origin or () if is_user_code(file)), ""
+    )
+    if is_private or not made_at:
+        return None
+    return Finding(f"{name}(...) is never awaited, so it never runs", f"await {name}(...)", made_at)

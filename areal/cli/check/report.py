@@ -1,9 +1,6 @@
-"""What a check finds: a fault and its remedy, and the counts of episodes that were played."""
+"""What a check finds, each fault with its remedy, and the counts of the episodes it played; shown in a terminal."""
 
-# MERGED-DOC
-# A report as a person reads it in a terminal.
-
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +14,7 @@ from areal.api.messages import Rejection, Stall
 from areal.infra.stalls import is_user_code
 
 REMEDIES = {
-    RejectReason.AGENT_ERROR: "mend it where the traceback points",
+    RejectReason.AGENT_ERROR: "fix it where the traceback points",
     RejectReason.TIMEOUT: "give every wait a deadline of its own, or raise rollout.agent.timeout_seconds",
     RejectReason.REWARD_ERROR: "return a finite number, or {completion id: number} with the ids of responses",
     RejectReason.REWARD_TIMEOUT: "make the reward function faster, or give AsyncRewardWrapper more timeout_seconds",
@@ -47,14 +44,14 @@ class PlayedEpisodes:
     completions: int = 0
     """Answers by id."""
     rewarded: int = 0
-    """Of those, the ones that were given a reward of their own."""
+    """Of those, the ones that got a reward of their own."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
     rewards: list[float] = field(default_factory=list)
     forks: int = 0
-    """Conversations that branched off others, or began anew beside them."""
+    """Conversations that branched off others, or began a second time."""
     rewrites: int = 0
-    """Forks because the chat template wrote the past anew."""
+    """Forks because the chat template changed earlier turns."""
     seconds: float = 0.0
     rejections: list[Rejection] = field(default_factory=list)
     stalls: list[Stall] = field(default_factory=list)
@@ -68,7 +65,7 @@ class Report:
     mode: str
     """inline, subproc, or any = both."""
     arguments: dict[str, Any] = field(default_factory=dict)
-    """Those its constructor was given."""
+    """Those given to its constructor."""
     runs: list[PlayedEpisodes] = field(default_factory=list)
     picklable: bool | None = None
     """Whether it can be sent to another process; None = not tried."""
@@ -85,8 +82,8 @@ class Report:
         return bool(self.runs) and not self.runs[0].rejections
 
 
-def rejected(run: PlayedEpisodes, hint: str = "") -> list[Finding]:
-    """A finding for each reason that episodes were rejected for, with the first of its details, and a `hint`."""
+def rejection_findings(run: PlayedEpisodes, hint: str = "") -> list[Finding]:
+    """A finding for each reason why episodes were rejected, with its first detail; `hint` is added to the remedy."""
     found = []
     for reason in dict.fromkeys(rejection.reason for rejection in run.rejections):
         same = [rejection for rejection in run.rejections if rejection.reason is reason]
@@ -95,8 +92,8 @@ def rejected(run: PlayedEpisodes, hint: str = "") -> list[Finding]:
     return found
 
 
-def blocked(stalls: Sequence[Stall], known: Sequence[str]) -> list[Finding]:
-    """A finding for each line that blocked the event loop, but for those that are `known` as `file:line`."""
+def stall_findings(stalls: Sequence[Stall], known: Collection[str]) -> list[Finding]:
+    """A finding for each line that blocked the event loop, except those that are `known`, as `file:line`."""
     found = []
     for where in dict.fromkeys(stall.where for stall in stalls):
         same = [stall for stall in stalls if stall.where == where]
@@ -119,7 +116,7 @@ FACTS: dict[str, Callable[[PlayedEpisodes], str]] = {
     "event loop blocked": lambda run: _blocked(run),
     "time": lambda run: f"{run.seconds:.2f} s",
 }
-"""What is shown of each run, a row each."""
+"""The rows of the table: what is shown of each run."""
 
 
 def show(report: Report, console: Console) -> None:
@@ -154,7 +151,7 @@ def _table(report: Report) -> Table:
 
 
 def _range(rewards: list[float]) -> str:
-    """The mean, and from where to where if they differ."""
+    """The mean, and the range if they differ."""
     if not rewards:
         return "–"
     mean = f"{sum(rewards) / len(rewards):.3g}"
@@ -178,7 +175,7 @@ def _finding(finding: Finding) -> RenderableType:
 
 
 def _own_lines(trace: str) -> list[str]:
-    """The user's part of a traceback, without marks under the code, which a narrow terminal tears off."""
+    """The user's part of a traceback, without the marks under the code, which a narrow terminal would misplace."""
     kept, ours = [], False
     for line in trace.rstrip().splitlines():
         if line.lstrip().startswith('File "'):
@@ -189,7 +186,7 @@ def _own_lines(trace: str) -> list[str]:
 
 
 def _marked(mark: str, style: str, text: Text) -> RenderableType:
-    """A mark, and text that hangs beside it."""
+    """A mark, and text with a hanging indent after it."""
     grid = Table.grid()
     grid.add_row(Text(mark, style=style), text)
     return grid
