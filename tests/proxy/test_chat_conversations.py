@@ -1,20 +1,11 @@
 import asyncio
 
 import pytest
+from conversations import ADD, CALL, QUESTION, ask, post
 
+from areal.api.engine_api import WeightUpdate
 from areal.config.rollout import GenerationHyperparameters
 from areal.trajectory import assign_reward, export
-
-QUESTION = {"role": "user", "content": "Sort 5291"}
-ADD = {
-    "type": "function",
-    "function": {"name": "add", "parameters": {"type": "object", "properties": {}}},
-}
-CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
-
-
-async def ask(client, messages=(QUESTION,), **parameters):
-    return await client.chat.completions.create(model="any-name", messages=list(messages), **parameters)
 
 
 async def test_answer_has_every_field_that_clients_read(client, session):
@@ -98,11 +89,11 @@ async def test_truncated_answer_says_so(client, session):
     assert row.truncated
 
 
-async def test_logprobs_of_the_sampled_tokens(client):
+async def test_logprobs_of_the_sampled_tokens(client, session):
     completion = await ask(client, logprobs=True)
     content = completion.choices[0].logprobs.content
     assert "".join(token.token for token in content) == "1259"
-    assert {token.logprob for token in content} == {-0.25}
+    assert [token.logprob for token in content] == session.tree.last.logprobs.tolist()[:-1]
 
 
 async def test_stop_text_ends_the_answer_before_it(client, engine, session, tokenizer):
@@ -110,7 +101,9 @@ async def test_stop_text_ends_the_answer_before_it(client, engine, session, toke
     completion = await ask(client, stop=",")
     assert engine.requests[0].gconfig.stop == [","]
     assert completion.choices[0].message.content == "one"
-    assert session.tree.last.output_ids.tolist() == engine.answer
+    sampled = session.tree.last.output_ids.tolist()
+    assert sampled == engine.answer[: len(sampled)]
+    assert tokenizer.decode(sampled) == "one,", "the stop text was sampled, and is recorded"
 
 
 async def test_request_overrides_the_sessions_sampling(client, engine):
@@ -130,9 +123,8 @@ async def test_sessions_own_sampling_is_the_default(start_proxy, engine, tokeniz
     proxy = await start_proxy(temperature=0.9)
     plain = proxy.open_session()
     greedy = proxy.open_session(gconfig=GenerationHyperparameters(greedy=True, max_new_tokens=5))
-    body = {"messages": [QUESTION]}
     for session in (plain, greedy):
-        assert (await proxy.http_client.post(f"{session.base_url}/chat/completions", json=body)).status_code == 200
+        assert (await post(proxy, session)).status_code == 200
     first, second = (request.gconfig for request in engine.requests)
     assert (first.temperature, first.greedy, first.max_new_tokens) == (0.9, False, 64)
     assert (second.greedy, second.max_new_tokens) == (True, 5)
@@ -164,7 +156,8 @@ async def test_bookkeeping_of_the_hosted_service_is_harmless(client):
     await ask(client, user="me", store=False, metadata={"a": "b"}, frequency_penalty=0, stream=False)
 
 
-async def test_weights_behind_the_tokens_are_remembered(client, session):
+async def test_weights_of_the_tokens_are_remembered(client, session, engine):
+    await engine.update_weights(WeightUpdate(7, "digest", path=""))
     await ask(client)
     assert session.tree.digests == {7: "digest"}
     (row,) = export(session.tree, "individual", 1.0)

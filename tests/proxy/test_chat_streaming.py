@@ -4,15 +4,11 @@ from contextlib import aclosing
 
 import openai
 import pytest
-from conversations import ADD, ANSWERS, ARGUMENTS, CALL, QUESTION
+from conversations import ADD, ANSWERS, ARGUMENTS, CALL, QUESTION, ask, post
 
 from areal.api.errors import ContextLengthError, EngineError
 from areal.proxy import ProxyLimits
 from areal.trajectory import export
-
-
-async def ask(client, messages=(QUESTION,), **parameters):
-    return await client.chat.completions.create(model="any-name", messages=list(messages), **parameters)
 
 
 async def stream(client, messages=(QUESTION,), **parameters):
@@ -54,14 +50,14 @@ async def test_text_leaves_token_by_token(client, engine, tokenizer):
 
 
 async def test_text_arrives_before_the_answer_is_finished(client, engine, session):
-    engine.answer, engine.interrupt = "1259", 2
+    engine.interrupt_at, engine.hold = 2, asyncio.Event()
     answer = await ask(client, stream=True)
     async with asyncio.timeout(10), aclosing(aiter(answer)) as chunks:
         early = [await anext(chunks) for _ in range(3)]
         assert text_of(early) == "12"
-        assert engine.running == 1
+        assert engine.in_flight == 1
         assert session.tree.completions == []
-        engine.release.set()
+        engine.hold.set()
         assert text_of([*early, *[chunk async for chunk in chunks]]) == "1259"
 
 
@@ -144,31 +140,31 @@ async def test_sdk_helper_adds_the_stream_up(client, engine):
 
 
 async def test_client_that_leaves_a_stream_aborts_its_generation(client, engine, session):
-    engine.interrupt = 2
+    engine.interrupt_at, engine.hold = 2, asyncio.Event()
     async with asyncio.timeout(10):
         answer = await ask(client, stream=True)
         async for chunk in answer:
             if chunk.choices[0].delta.content:
                 break
         await answer.close()
-        await engine.until_running(0)
+        await engine.until_in_flight(0)
     assert session.calls == set()
     assert session.tree.completions == []
 
 
 async def test_client_that_leaves_before_the_first_token_aborts_its_generation(client, engine, session):
-    engine.hold = True
+    engine.hold = asyncio.Event()
     call = asyncio.create_task(ask(client, stream=True))
-    await engine.until_running(1)
+    await engine.until_in_flight(1)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
-    await engine.until_running(0)
+    await engine.until_in_flight(0)
     assert session.tree.completions == []
 
 
 async def test_ending_the_session_ends_its_streams(client, engine, proxy, session):
-    engine.interrupt = 2
+    engine.interrupt_at, engine.hold = 2, asyncio.Event()
     answer = await ask(client, stream=True)
     chunks = aiter(answer)
     await anext(chunks)
@@ -176,13 +172,12 @@ async def test_ending_the_session_ends_its_streams(client, engine, proxy, sessio
     with pytest.raises(openai.APIError, match="session has ended"):
         await all_of(chunks)
     await ending
-    assert engine.running == 0
+    assert engine.in_flight == 0
     assert session.tree.completions == []
 
 
-async def test_engine_that_fails_in_mid_stream_is_told_in_the_stream(client, engine, session):
-    engine.interrupt, engine.failure = 2, EngineError("it died")
-    engine.release.set()
+async def test_engine_that_fails_in_mid_stream_is_reported_in_the_stream(client, engine, session):
+    engine.interrupt_at, engine.failure = 2, EngineError("it died")
     answer = await ask(client, stream=True)
     with pytest.raises(openai.APIError, match="it died"):
         await all_of(aiter(answer))
@@ -190,10 +185,8 @@ async def test_engine_that_fails_in_mid_stream_is_told_in_the_stream(client, eng
 
 
 async def test_internal_failure_in_mid_stream_tells_the_client_nothing(proxy, session, engine):
-    engine.interrupt, engine.failure = 2, ZeroDivisionError("secret path")
-    engine.release.set()
-    body = {"messages": [QUESTION], "stream": True}
-    response = await proxy.http_client.post(f"{session.base_url}/chat/completions", json=body)
+    engine.interrupt_at, engine.failure = 2, ZeroDivisionError("secret path")
+    response = await post(proxy, session, stream=True)
     assert "secret" not in response.text
     assert "error" in json.loads(response.text.strip().splitlines()[-1].removeprefix("data: "))
 
@@ -211,11 +204,10 @@ async def test_failure_before_the_first_token_has_its_status(client, engine, fai
 
 async def test_stream_that_takes_too_long_is_given_up(start_proxy, engine):
     proxy = await start_proxy(ProxyLimits(call_timeout_seconds=0.05))
-    engine.interrupt = 2
-    body = {"messages": [QUESTION], "stream": True}
-    response = await proxy.http_client.post(f"{proxy.open_session().base_url}/chat/completions", json=body)
+    engine.interrupt_at, engine.hold = 2, asyncio.Event()
+    response = await post(proxy, proxy.open_session(), stream=True)
     assert "engine_unavailable" in response.text
-    assert engine.running == 0
+    assert engine.in_flight == 0
 
 
 async def test_several_choices_are_not_streamed(client):
@@ -227,11 +219,11 @@ async def test_several_choices_are_not_streamed(client):
 async def test_streams_count_as_calls(start_proxy, engine):
     proxy = await start_proxy(ProxyLimits(max_calls_per_session=1))
     session = proxy.open_session()
-    engine.interrupt = 1
+    engine.interrupt_at, engine.hold = 1, asyncio.Event()
     url, body = f"{session.base_url}/chat/completions", {"messages": [QUESTION], "stream": True}
     async with proxy.http_client.stream("POST", url, json=body):
         assert (await proxy.http_client.post(url, json=body)).status_code == 429
-    await engine.until_running(0)
+    await engine.until_in_flight(0)
 
 
 async def all_of(chunks):

@@ -73,7 +73,7 @@ async def proxy(untrained: tuple[Decoder, Any]) -> AsyncIterator[Proxy]:
 
 
 @pytest.fixture
-def door() -> str:
+def transport() -> str:
     return "in process"
 
 

@@ -204,7 +204,7 @@ def test_only_one_call_where_calls_have_no_end_to_stop_at() -> None:
     "call",
     [ask(), ask(tools=[tool("now")]), ask(tools=[tool("now", strict=False)], parallel_tool_calls=False)],
 )
-def test_nothing_is_constrained_that_nobody_asked_for(call: Call) -> None:
+def test_nothing_is_constrained_that_was_not_asked_for(call: Call) -> None:
     assert constrain(call, HERMES, model().added) is None
 
 

@@ -63,7 +63,7 @@ async def test_same_question_is_the_same_tokens(proxy, session, engine):
     assert first == second == third
 
 
-async def test_same_history_that_nobody_sampled_is_the_same_tokens(proxy, session, engine):
+async def test_same_history_that_was_not_sampled_is_the_same_tokens(proxy, session, engine):
     for dialect in DIALECTS:
         await post(proxy, session, dialect, "call_1")
     first, second, third = (request.input_ids for request in engine.requests)

@@ -102,13 +102,13 @@ async def test_wrong_rewards_and_discounts_are_refused(direct):
 
 
 async def test_cancelled_call_aborts_its_generation_and_is_not_recorded(direct, engine):
-    engine.hold = True
+    engine.hold = asyncio.Event()
     call = asyncio.ensure_future(direct.chat.completions.create(model="any", messages=[HELLO]))
-    await engine.until_running(1)
+    await engine.until_in_flight(1)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
-    await engine.until_running(0)
+    await engine.until_in_flight(0)
     assert direct.tree.completions == []
 
 
@@ -121,7 +121,7 @@ async def test_closing_refuses_further_calls_and_keeps_what_was_said(direct):
     assert [each.reward for each in direct.export_interactions().values()] == [1.0]
 
 
-async def test_positions_must_be_told_where_the_tokenizer_knows_none(engine, tokenizer, monkeypatch):
+async def test_positions_must_be_given_if_the_tokenizer_knows_none(engine, tokenizer, monkeypatch):
     monkeypatch.setattr(tokenizer, "model_max_length", int(1e30))
     with pytest.raises(ValueError, match="max_positions must be given"):
         ArealOpenAI(engine, tokenizer)

@@ -55,7 +55,7 @@ async def test_proxys_end_closes_the_client(proxy):
 
 
 async def test_own_address_never_leaves_the_process(proxy, session):
-    """The server behind the address is gone, and the client does not notice."""
+    """The server at the address is gone, and the client does not notice."""
     client = proxy.http_client
     await proxy._server.stop()
     assert (await client.get(f"{session.base_url}/models")).status_code == 200

@@ -3,7 +3,7 @@ import asyncio
 import anthropic
 import pytest
 from anthropic.types import Message
-from conversations import ANSWERS, CALL, QUESTION, SCHEMA
+from conversations import ANSWERS, CALL, QUESTION, SCHEMA, post
 
 from areal.api.errors import ContextLengthError, EngineError
 from areal.trajectory import assign_reward
@@ -21,11 +21,6 @@ async def stream(claude, messages=(QUESTION,), **parameters):
         return [event async for event in await ask(claude, messages, stream=True, **parameters)]
 
 
-def post(proxy, session, **body):
-    body = {"messages": [QUESTION], "max_tokens": 64, **body}
-    return proxy.http_client.post(f"{session.base_url}/messages", json=body)
-
-
 def said(blocks):
     return [block.text if block.type == "text" else (block.name, block.input) for block in blocks]
 
@@ -39,7 +34,7 @@ def calls_of(message):
 
 
 async def test_answer_is_a_complete_message(proxy, session):
-    wire = (await post(proxy, session, model="any-name")).json()
+    wire = (await post(proxy, session, route="messages", model="any-name")).json()
     message = Message.model_validate(wire)
     node = session.tree.last
     assert message.id == node.id
@@ -158,7 +153,7 @@ async def test_without_tools_to_call_nothing_is_a_call(claude, engine):
     ],
 )
 async def test_what_is_not_honoured_is_refused_by_name(proxy, session, engine, name, value):
-    response = await post(proxy, session, **{name.partition("[")[0]: value})
+    response = await post(proxy, session, route="messages", **{name.partition("[")[0]: value})
     body = response.json()
     assert response.status_code == 400
     assert (body["type"], body["error"]["type"]) == ("error", "invalid_request_error")
@@ -182,12 +177,12 @@ async def test_errors_are_those_of_the_sdk(claude, engine, proxy, session):
 
 
 async def test_unknown_key_is_an_authentication_error(proxy):
-    response = await proxy.http_client.post(f"{proxy.origin}/v1/messages", json={}, headers={"x-api-key": "nobody"})
+    response = await proxy.http_client.post(f"{proxy.origin}/v1/messages", json={}, headers={"x-api-key": "unknown"})
     assert response.status_code == 401
     assert response.json()["error"]["type"] == "authentication_error"
 
 
-async def test_events_come_in_order(claude, engine):
+async def test_events_come_in_order(claude, engine, session):
     engine.answer = f"I will add.\n{CALL}"
     events = await stream(claude, tools=[ADD])
     kinds = [event.type for event in events]
@@ -206,7 +201,7 @@ async def test_events_come_in_order(claude, engine):
     assert (first.content, first.stop_reason) == ([], None)
     assert first.usage.input_tokens > 0
     assert last.delta.stop_reason == "tool_use"
-    assert last.usage.output_tokens == len(engine._response(engine.requests[0]).output_tokens)
+    assert last.usage.output_tokens == len(session.tree.last.output_ids)
 
 
 @pytest.mark.parametrize("answer", ANSWERS)
@@ -235,19 +230,18 @@ async def test_streamed_blocks_that_come_back_are_the_same_turn(claude, session,
 
 
 async def test_client_that_leaves_a_stream_aborts_its_generation(claude, engine, session):
-    engine.interrupt = 2
+    engine.interrupt_at, engine.hold = 2, asyncio.Event()
     async with asyncio.timeout(10):
         answer = await ask(claude, stream=True)
         async for event in answer:
             if event.type == "content_block_delta":
                 break
         await answer.close()
-        await engine.until_running(0)
+        await engine.until_in_flight(0)
     assert session.tree.completions == []
 
 
 async def test_failure_in_mid_stream_is_an_error_event(claude, engine):
-    engine.interrupt, engine.failure = 2, EngineError("it died")
-    engine.release.set()
+    engine.interrupt_at, engine.failure = 2, EngineError("it died")
     with pytest.raises(anthropic.APIStatusError, match="it died"):
         await stream(claude)

@@ -4,60 +4,52 @@ import json
 
 import openai
 import pytest
+from conversations import QUESTION, ask, post
 
 from areal.api.errors import ContextLengthError, EngineError, RequestError
 from areal.proxy import ProxyLimits
 
-QUESTION = {"role": "user", "content": "Sort 5291"}
 WAIT_SECONDS = 10
 
 
-async def ask(client, messages=(QUESTION,), **parameters):
-    return await client.chat.completions.create(model="default", messages=list(messages), **parameters)
-
-
-def post(proxy, session, **body):
-    return proxy.http_client.post(f"{session.base_url}/chat/completions", json={"messages": [QUESTION], **body})
-
-
 async def test_client_that_is_cancelled_aborts_its_generation(client, session, engine):
-    engine.hold = True
+    engine.hold = asyncio.Event()
     call = asyncio.create_task(ask(client))
-    await engine.until_running(1)
+    await engine.until_in_flight(1)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
-    await engine.until_running(0)
+    await engine.until_in_flight(0)
     assert session.tree.completions == []
 
 
 async def test_connection_that_breaks_aborts_the_generation(proxy, session, engine):
-    engine.hold = True
+    engine.hold = asyncio.Event()
     host, port = proxy.origin.removeprefix("http://").split(":")
     _, writer = await asyncio.open_connection(host, int(port))
     body = json.dumps({"messages": [QUESTION]}).encode()
     head = f"POST /s/{session.token}/v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
     writer.write(head.encode() + body)
-    await engine.until_running(1)
+    await engine.until_in_flight(1)
     writer.close()
-    await engine.until_running(0)
+    await engine.until_in_flight(0)
     assert session.tree.completions == []
 
 
 async def test_client_that_times_out_aborts_its_generation(client, session, engine):
-    engine.hold = True
+    engine.hold = asyncio.Event()
     with pytest.raises(openai.APITimeoutError):
         await ask(client, timeout=0.05)
-    await engine.until_running(0)
+    await engine.until_in_flight(0)
     assert session.tree.completions == []
 
 
 async def test_ending_the_session_aborts_its_calls_with_410(client, proxy, session, engine):
-    engine.hold = True
+    engine.hold = asyncio.Event()
     calls = [asyncio.create_task(ask(client)) for _ in range(2)]
-    await engine.until_running(2)
+    await engine.until_in_flight(2)
     await proxy.end_session(session)
-    assert engine.running == 0
+    assert engine.in_flight == 0
     for call in calls:
         with pytest.raises(openai.APIStatusError) as error:
             await call
@@ -66,26 +58,26 @@ async def test_ending_the_session_aborts_its_calls_with_410(client, proxy, sessi
 
 
 async def test_one_abandoned_choice_abandons_all(client, session, engine):
-    engine.hold = True
+    engine.hold = asyncio.Event()
     call = asyncio.create_task(ask(client, n=3))
-    await engine.until_running(3)
+    await engine.until_in_flight(3)
     call.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await call
-    await engine.until_running(0)
+    await engine.until_in_flight(0)
     assert session.tree.completions == []
 
 
-async def test_call_beyond_the_cap_is_told_to_wait(start_proxy, engine):
+async def test_call_beyond_the_cap_has_to_wait(start_proxy, engine):
     proxy = await start_proxy(ProxyLimits(max_calls_per_session=1))
     session = proxy.open_session()
-    engine.hold = True
+    engine.hold = asyncio.Event()
     first = asyncio.create_task(post(proxy, session))
-    await engine.until_running(1)
+    await engine.until_in_flight(1)
     refused = await post(proxy, session)
     assert refused.status_code == 429
     assert int(refused.headers["retry-after"]) >= 1
-    engine.release.set()
+    engine.hold.set()
     assert (await first).status_code == 200
     assert (await post(proxy, session)).status_code == 200
 
@@ -110,10 +102,10 @@ async def test_body_that_never_comes_is_given_up(start_proxy):
 
 async def test_engine_that_never_answers_is_given_up(start_proxy, engine):
     proxy = await start_proxy(ProxyLimits(call_timeout_seconds=0.05))
-    engine.hold = True
+    engine.hold = asyncio.Event()
     response = await post(proxy, proxy.open_session())
     assert response.status_code == 503
-    assert engine.running == 0
+    assert engine.in_flight == 0
 
 
 @pytest.mark.parametrize(
@@ -142,12 +134,11 @@ async def test_internal_failure_tells_the_client_nothing(proxy, session, engine)
 
 async def test_engine_that_answers_nothing_is_at_fault(proxy, session, engine):
     engine.answer = []
-    engine._response = lambda req: type("R", (), {"output_tokens": [], "stop_reason": "abort"})()
     assert (await post(proxy, session)).status_code == 503
 
 
 async def test_sick_engine_shows_in_health(proxy, engine):
-    engine.failure = EngineError("it died")
+    await engine.aclose()
     assert (await proxy.http_client.get(f"{proxy.origin}/health")).status_code == 503
 
 

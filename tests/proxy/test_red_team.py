@@ -6,25 +6,20 @@ import json
 import secrets
 
 import pytest
+from conversations import BODIES, QUESTION
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from areal.proxy import ProxyLimits
 
-QUESTION = {"role": "user", "content": "Sort 5291"}
-BODIES = {
-    "chat/completions": {"messages": [QUESTION]},
-    "responses": {"input": "Sort 5291"},
-    "messages": {"messages": [QUESTION], "max_tokens": 16},
-}
 WAIT_SECONDS = 10
 
 
 @pytest.fixture(autouse=True)
 async def unharmed(proxy, engine):
-    """What holds behind every attack."""
+    """What holds after every attack."""
     yield
-    await engine.until_running(0)
+    await engine.until_in_flight(0)
     assert all(not session.calls for session in proxy._sessions)
     fresh = proxy.open_session()
     for route, body in BODIES.items():
@@ -75,9 +70,9 @@ async def test_session_cannot_reward_itself(proxy, verb):
         url = f"{origin}/sessions/{mine['session_id']}/{verb}"
         for headers in ({}, bearer(mine["api_key"]), {"x-api-key": mine["api_key"]}, bearer("guess")):
             assert (await post(proxy, url, headers, json={"reward": 9})).status_code in (401, 403, 404)
-    visit = proxy.online.find(mine["session_id"])
-    assert visit.session.tree.last.reward is None
-    assert not visit.session.ended
+    online = proxy.online.find(mine["session_id"])
+    assert online.session.tree.last.reward is None
+    assert not online.session.ended
 
 
 async def test_key_of_an_ended_session_cannot_be_replayed(proxy, session, engine):
@@ -306,7 +301,7 @@ async def test_ambiguous_heads_are_refused(proxy, session, engine, headers):
     "headers", [f"content-length: {SIZE}\r\ntransfer-encoding: chunked", "transfer-encoding: chunked\r\nx: y"]
 )
 async def test_request_within_a_body_needs_its_own_key(proxy, session, engine, headers):
-    """Whichever length counts, what is behind the end of the first request has no credential."""
+    """Whichever length counts, what follows the end of the first request has no credential."""
     head = f"POST /s/{session.token}/v1/chat/completions HTTP/1.1\r\nhost: x\r\n{headers}\r\n\r\n".encode()
     chunked = f"{SIZE:x}\r\n".encode() + BODY + b"\r\n0\r\n\r\n"
     said = statuses(await raw(proxy, head + chunked + SMUGGLED))

@@ -2,7 +2,7 @@ import asyncio
 
 import openai
 import pytest
-from conversations import ANSWERS, ARGUMENTS, CALL, SCHEMA
+from conversations import ANSWERS, ARGUMENTS, CALL, SCHEMA, post
 from openai.types.responses import Response
 
 from areal.api.errors import EngineError
@@ -20,10 +20,6 @@ async def stream(client, given="Sort 5291", **parameters):
         return [event async for event in await ask(client, given, stream=True, **parameters)]
 
 
-def post(proxy, session, **body):
-    return proxy.http_client.post(f"{session.base_url}/responses", json={"input": "Sort 5291", **body})
-
-
 def said(response):
     """What the output items say, whatever they are called."""
     return [
@@ -33,7 +29,9 @@ def said(response):
 
 
 async def test_answer_is_a_complete_response(proxy, session):
-    wire = (await post(proxy, session, model="any-name", instructions="be brief", metadata={"a": "b"})).json()
+    wire = (
+        await post(proxy, session, route="responses", model="any-name", instructions="be brief", metadata={"a": "b"})
+    ).json()
     response = Response.model_validate(wire)
     node = session.tree.last
     assert response.id == node.id
@@ -112,8 +110,8 @@ async def test_same_instructions_keep_the_conversation_going(client, session):
 
 async def test_response_of_another_session_cannot_be_continued(proxy, session):
     other = proxy.open_session()
-    first = (await post(proxy, other)).json()
-    answer = await post(proxy, session, previous_response_id=first["id"])
+    first = (await post(proxy, other, route="responses")).json()
+    answer = await post(proxy, session, route="responses", previous_response_id=first["id"])
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "previous_response_not_found"
     assert answer.json()["error"]["param"] == "previous_response_id"
@@ -175,7 +173,7 @@ async def test_bookkeeping_of_the_hosted_service_is_harmless(client):
     ],
 )
 async def test_what_is_not_honoured_is_refused_by_name(proxy, session, engine, name, value):
-    response = await post(proxy, session, **{name.partition("[")[0].partition(".")[0]: value})
+    response = await post(proxy, session, route="responses", **{name.partition("[")[0].partition(".")[0]: value})
     assert response.status_code == 400
     assert response.json()["error"]["param"] == name
     assert engine.requests == []
@@ -228,8 +226,8 @@ async def test_events_of_a_call_come_in_order(client, engine):
     assert (events[2].item.name, events[2].item.arguments) == ("add", "")
 
 
-async def test_text_behind_a_call_that_comes_back_is_the_same_turn(client, session, engine):
-    engine.answer = ANSWERS["text behind a call"]
+async def test_text_after_a_call_that_comes_back_is_the_same_turn(client, session, engine):
+    engine.answer = ANSWERS["text after a call"]
     final = (await stream(client, tools=[ADD]))[-1].response
     call = next(item for item in final.output if item.type == "function_call")
     output = {"type": "function_call_output", "call_id": call.call_id, "output": "3"}
@@ -254,19 +252,18 @@ async def test_sdk_helper_adds_the_stream_up(client, engine):
 
 
 async def test_client_that_leaves_a_stream_aborts_its_generation(client, engine, session):
-    engine.interrupt = 2
+    engine.interrupt_at, engine.hold = 2, asyncio.Event()
     async with asyncio.timeout(10):
         answer = await ask(client, stream=True)
         async for event in answer:
             if event.type == "response.output_text.delta":
                 break
         await answer.close()
-        await engine.until_running(0)
+        await engine.until_in_flight(0)
     assert session.tree.completions == []
 
 
 async def test_failure_in_mid_stream_is_an_error_event(client, engine):
-    engine.interrupt, engine.failure = 2, EngineError("it died")
-    engine.release.set()
+    engine.interrupt_at, engine.failure = 2, EngineError("it died")
     with pytest.raises(openai.APIError, match="it died"):
         await stream(client)

@@ -3,27 +3,17 @@ import json
 
 import openai
 import pytest
+from conversations import BODIES, QUESTION, post
 
 from areal.api.errors import EngineError
 from areal.proxy import ProxyLimits
 from areal.proxy.transport import AppCall, scope_of
 
-QUESTION = {"role": "user", "content": "Sort 5291"}
-ROUTES = {
-    "chat/completions": {"messages": [QUESTION]},
-    "responses": {"input": [QUESTION]},
-    "messages": {"messages": [QUESTION], "max_tokens": 16},
-}
 WAIT_SECONDS = 10
 
 
 def retry(count):
     return {"x-stainless-retry-count": str(count)}
-
-
-def post(proxy, session, headers=None, route="chat/completions", **body):
-    url = f"{session.base_url}/{route}"
-    return proxy.http_client.post(url, json=ROUTES[route] | body, headers=headers or {})
 
 
 async def settled(tasks):
@@ -32,7 +22,7 @@ async def settled(tasks):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("route", BODIES)
 @pytest.mark.parametrize("headers", [retry(1), retry(2)])
 async def test_marked_retry_gets_the_recorded_answer(proxy, session, engine, route, stream, headers):
     first = await post(proxy, session, route=route, stream=stream)
@@ -125,12 +115,12 @@ async def test_mark_that_is_no_number_marks_nothing(proxy, session, count):
 
 
 async def test_retry_of_a_running_call_joins_it(proxy, session, engine):
-    engine.hold = True
+    engine.hold = asyncio.Event()
     first = asyncio.create_task(post(proxy, session))
-    await engine.until_running(1)
+    await engine.until_in_flight(1)
     again = asyncio.create_task(post(proxy, session, retry(1)))
     await _calls(session, 2)
-    engine.release.set()
+    engine.hold.set()
     answers = await settled([first, again])
     assert answers[0].json() == answers[1].json()
     assert len(engine.requests) == len(session.tree.completions) == 1
@@ -138,60 +128,57 @@ async def test_retry_of_a_running_call_joins_it(proxy, session, engine):
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_retry_keeps_the_call_when_the_first_client_leaves(proxy, session, engine, stream):
-    engine.hold = True
+    engine.hold = asyncio.Event()
     first = asyncio.create_task(post(proxy, session, stream=stream))
-    await engine.until_running(1)
+    await engine.until_in_flight(1)
     again = asyncio.create_task(post(proxy, session, retry(1), stream=stream))
     await _calls(session, 2)
     first.cancel()
     await asyncio.wait((first,))
-    assert engine.running == 1
-    engine.release.set()
+    assert engine.in_flight == 1
+    engine.hold.set()
     assert (await again).status_code == 200
     assert len(engine.requests) == len(session.tree.completions) == 1
 
 
 async def test_call_is_aborted_when_all_its_clients_left(proxy, session, engine):
-    engine.hold = True
+    engine.hold = asyncio.Event()
     calls = [asyncio.create_task(post(proxy, session, retry(count))) for count in range(4)]
     await _calls(session, 4)
     for call in calls:
         call.cancel()
     await asyncio.wait(calls)
-    await engine.until_running(0)
+    await engine.until_in_flight(0)
     assert session.tree.completions == []
     assert session.calls == set()
 
 
 async def test_retry_storm_leaves_one_node(proxy, session, engine):
-    engine.hold = True
+    engine.hold = asyncio.Event()
     storm = [asyncio.create_task(post(proxy, session, retry(1 + count % 3))) for count in range(60)]
     await _calls(session, 60)
-    engine.release.set()
+    engine.hold.set()
     answers = await settled(storm)
     assert len({answer.json()["id"] for answer in answers}) == 1
     assert len(session.tree.completions) == len(engine.requests) == 1
 
 
-async def test_sdk_that_gives_up_and_retries_leaves_one_node(proxy, session, engine, door):
-    engine.hold = True
-    http_client = proxy.http_client if door == "in process" else None
+async def test_sdk_that_gives_up_and_retries_leaves_one_node(proxy, session, engine, transport):
+    engine.hold = asyncio.Event()
+    http_client = proxy.http_client if transport == "in process" else None
     async with openai.AsyncOpenAI(
         base_url=session.base_url, api_key=session.api_key, http_client=http_client, max_retries=3, timeout=0.3
     ) as sdk:
         call = asyncio.create_task(sdk.chat.completions.create(model="m", messages=[QUESTION]))
-        async with asyncio.timeout(WAIT_SECONDS):
-            while len(engine.requests) < 2:
-                engine.changed.clear()
-                await engine.changed.wait()
-        engine.hold = False
-        engine.release.set()
+        for count in (1, 0, 1):
+            await engine.until_in_flight(count)
+        engine.hold.set()
         answer = await call
     assert [node.id for node in session.tree.completions] == [answer.id]
-    assert engine.running == 0
+    assert engine.in_flight == 0
 
 
-async def test_retry_of_a_failed_call_is_sampled_anew(proxy, session, engine):
+async def test_retry_of_a_failed_call_is_sampled_again(proxy, session, engine):
     good = await post(proxy, session)
     engine.failure = EngineError("it died")
     assert (await post(proxy, session)).status_code == 503
@@ -201,15 +188,15 @@ async def test_retry_of_a_failed_call_is_sampled_anew(proxy, session, engine):
     assert len(session.tree.completions) == 2
 
 
-async def test_retry_of_a_refused_call_is_sampled_anew(start_proxy, engine):
+async def test_retry_of_a_refused_call_is_sampled_again(start_proxy, engine):
     proxy = await start_proxy(ProxyLimits(max_calls_per_session=1))
     session = proxy.open_session()
     good = await post(proxy, session)
-    engine.hold = True
+    engine.hold = asyncio.Event()
     running = asyncio.create_task(post(proxy, session, temperature=0.5))
-    await engine.until_running(1)
+    await engine.until_in_flight(1)
     assert (await post(proxy, session)).status_code == 429
-    engine.release.set()
+    engine.hold.set()
     await running
     again = await post(proxy, session, retry(1))
     assert again.json()["id"] != good.json()["id"]
@@ -218,7 +205,7 @@ async def test_retry_of_a_refused_call_is_sampled_anew(start_proxy, engine):
 @pytest.mark.parametrize("stream", [False, True])
 async def test_same_body_joins_an_answer_that_was_never_delivered(proxy, session, engine, stream):
     lost = await _lost_answer(proxy, session, stream)
-    assert session.tree.last is None, "nobody heard it"
+    assert session.tree.last is None, "no client received it"
     answer = await post(proxy, session, stream=stream)
     assert lost.id in answer.text
     assert session.tree.last is lost
@@ -251,17 +238,17 @@ async def _lost_answer(proxy, session, stream):
 
 
 async def test_connection_that_breaks_and_comes_again_leaves_one_node(proxy, session, engine):
-    engine.hold = True
+    engine.hold = asyncio.Event()
     host, port = proxy.origin.removeprefix("http://").split(":")
     body = json.dumps({"messages": [QUESTION]}).encode()
     head = f"POST /s/{session.token}/v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
     for _ in range(5):
         _, writer = await asyncio.open_connection(host, int(port))
         writer.write(head.encode() + body)
-        await engine.until_running(1)
+        await engine.until_in_flight(1)
         writer.close()
-        await engine.until_running(0)
-    engine.release.set()
+        await engine.until_in_flight(0)
+    engine.hold.set()
     answer = await proxy.http_client.post(f"{session.base_url}/chat/completions", content=body)
     assert [node.id for node in session.tree.completions] == [answer.json()["id"]]
 
@@ -278,12 +265,12 @@ async def test_what_is_remembered_is_bounded(start_proxy):
 
 
 async def test_ending_the_session_ends_joined_calls(proxy, session, engine):
-    engine.hold = True
+    engine.hold = asyncio.Event()
     calls = [asyncio.create_task(post(proxy, session, retry(count))) for count in (0, 1, 2)]
     await _calls(session, 3)
     await proxy.end_session(session)
     assert {answer.status_code for answer in await settled(calls)} == {410}
-    assert engine.running == 0
+    assert engine.in_flight == 0
 
 
 async def _calls(session, count):

@@ -49,14 +49,14 @@ async def test_two_keys_of_two_sessions_are_refused(proxy, session):
     assert response.status_code == 401
 
 
-@pytest.mark.parametrize("headers", [{}, bearer("nobody"), api_key(""), {"authorization": "Basic eDp5"}])
+@pytest.mark.parametrize("headers", [{}, bearer("unknown"), api_key(""), {"authorization": "Basic eDp5"}])
 async def test_request_without_a_known_key_is_refused(proxy, session, headers):
     response = await post(proxy, "/v1", headers)
     assert response.status_code == 401
     assert response.json()["error"]["code"] == "invalid_api_key"
 
 
-async def test_key_of_a_client_made_without_a_session_is_told_the_remedy(proxy):
+async def test_key_of_a_client_made_without_a_session_gets_the_remedy(proxy):
     response = await post(proxy, "/v1", bearer(NO_SESSION_KEY))
     assert response.status_code == 401
     message = response.json()["error"]["message"]

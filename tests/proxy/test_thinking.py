@@ -31,7 +31,7 @@ async def engine(engine, tokenizer):
     return engine
 
 
-async def test_chat_has_thinking_beside_the_content(client, session):
+async def test_chat_has_thinking_next_to_the_content(client, session):
     message = (await client.chat.completions.create(model="m", messages=[QUESTION])).choices[0].message
     assert (message.content, message.reasoning_content) == ("1259", "first 1, then 2")
     again = [QUESTION, message.model_dump(), {"role": "user", "content": "again"}]
@@ -90,7 +90,7 @@ async def test_message_streams_thinking_as_a_block(claude):
     ]
 
 
-async def test_tool_call_behind_thinking_is_a_call(client, engine):
+async def test_tool_call_after_thinking_is_a_call(client, engine):
     engine.answer = f"<think>\nadd\n</think>\n\n{CALL}"
     stream = await client.chat.completions.create(
         model="m", messages=[QUESTION], tools=[ADD], stream=True, max_tokens=200

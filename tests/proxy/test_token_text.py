@@ -18,7 +18,7 @@ def byte_level():
 
 
 class ByteFallback:
-    """As Llama-2 and Mistral spell what they have no token for, behind the renderer's one door."""
+    """As Llama-2 and Mistral spell what they have no token for, in the renderer's interface."""
 
     def __init__(self):
         words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁hello", "▁", "lo", "你"]

@@ -5,11 +5,11 @@ import shutil
 from pathlib import Path
 
 import pytest
+from conversations import QUESTION
 
 from areal.api.errors import EpisodeTimeout, RewardTimeout
 from areal.proxy import ProxyLimits
 
-QUESTION = {"role": "user", "content": "Sort 5291"}
 WAIT_SECONDS = 10
 ROOT = Path(__file__).parents[2]
 
@@ -22,19 +22,19 @@ async def open_session(proxy, key=None, **options):
     return await proxy.http_client.post(f"{proxy.origin}/sessions", headers=bearer(key or proxy.admin_key), **options)
 
 
-async def manage(proxy, visit, verb, body=None, key=None):
-    url = f"{proxy.origin}/sessions/{visit}/{verb}"
+async def manage(proxy, session_id, verb, body=None, key=None):
+    url = f"{proxy.origin}/sessions/{session_id}/{verb}"
     return await proxy.http_client.post(url, json=body, headers=bearer(key or proxy.admin_key))
 
 
-async def ask(proxy, opened):
+async def call_model(proxy, opened):
     url = f"{opened['base_url']}/chat/completions"
     answer = await proxy.http_client.post(url, json={"messages": [QUESTION]}, headers=bearer(opened["api_key"]))
     assert answer.status_code == 200
     return answer.json()["id"]
 
 
-def visit_of(proxy, opened):
+def online_session(proxy, opened):
     return proxy.online.find(opened["session_id"])
 
 
@@ -43,8 +43,8 @@ async def test_life_of_an_online_session_is_three_calls(proxy, prefix):
     opened = await proxy.http_client.post(f"{proxy.origin}{prefix}/sessions", headers=bearer(proxy.admin_key))
     assert opened.status_code == 201
     opened = opened.json()
-    visit = visit_of(proxy, opened)
-    answer = await ask(proxy, opened)
+    online = online_session(proxy, opened)
+    answer = await call_model(proxy, opened)
     rewarded = await manage(proxy, opened["session_id"], "reward", {"reward": 0.5})
     assert rewarded.json() == {
         "session_id": opened["session_id"],
@@ -53,8 +53,8 @@ async def test_life_of_an_online_session_is_three_calls(proxy, prefix):
         "completions": [answer],
     }
     assert (await manage(proxy, opened["session_id"], "end")).json()["ended"] is True
-    assert await visit.outcome is True
-    assert visit.session.tree.last.reward == 0.5
+    assert await online.outcome is True
+    assert online.session.tree.last.reward == 0.5
     assert len(proxy) == len(proxy.online) == 0
 
 
@@ -79,14 +79,14 @@ async def test_documented_commands_work_with_nothing_but_curl(proxy):
     assert (await waiting).session.tree.reward == 1.0
 
 
-async def test_reward_may_come_behind_the_end(proxy):
+async def test_reward_may_come_after_the_end(proxy):
     opened = (await open_session(proxy)).json()
-    visit, answer = visit_of(proxy, opened), await ask(proxy, opened)
+    online, answer = online_session(proxy, opened), await call_model(proxy, opened)
     await manage(proxy, opened["session_id"], "end")
-    assert not visit.outcome.done()
+    assert not online.outcome.done()
     assert (await manage(proxy, opened["session_id"], "reward", {"reward": {answer: 1}})).status_code == 200
-    assert await visit.outcome is True
-    assert visit.session.tree.last.reward == 1.0
+    assert await online.outcome is True
+    assert online.session.tree.last.reward == 1.0
 
 
 async def test_delete_ends_a_session(proxy):
@@ -99,15 +99,15 @@ async def test_delete_ends_a_session(proxy):
 
 async def test_reward_of_null_rejects_the_session(proxy):
     opened = (await open_session(proxy)).json()
-    visit = visit_of(proxy, opened)
+    online = online_session(proxy, opened)
     await manage(proxy, opened["session_id"], "reward", {"reward": None})
     await manage(proxy, opened["session_id"], "end")
-    assert await visit.outcome is False
+    assert await online.outcome is False
 
 
 async def test_complete_session_takes_no_more_rewards(proxy):
     opened = (await open_session(proxy)).json()
-    await ask(proxy, opened)
+    await call_model(proxy, opened)
     await manage(proxy, opened["session_id"], "end")
     assert (await manage(proxy, opened["session_id"], "reward", {"reward": 1})).status_code == 200
     assert (await manage(proxy, opened["session_id"], "reward", {"reward": 2})).status_code == 409
@@ -116,27 +116,27 @@ async def test_complete_session_takes_no_more_rewards(proxy):
 async def test_reward_that_comes_too_late_is_refused(start_proxy):
     proxy = await start_proxy(ProxyLimits(reward_timeout_seconds=0.05))
     opened = (await open_session(proxy)).json()
-    visit = visit_of(proxy, opened)
-    await ask(proxy, opened)
+    online = online_session(proxy, opened)
+    await call_model(proxy, opened)
     await manage(proxy, opened["session_id"], "end")
     with pytest.raises(RewardTimeout):
         async with asyncio.timeout(WAIT_SECONDS):
-            await visit.outcome
+            await online.outcome
     assert (await manage(proxy, opened["session_id"], "reward", {"reward": 1})).status_code == 409
     assert len(proxy.online) == 0
 
 
 async def test_session_that_is_never_ended_is_ended_for_its_agent(start_proxy, engine):
     proxy = await start_proxy(ProxyLimits(session_timeout_seconds=0.05))
-    engine.hold = True
+    engine.hold = asyncio.Event()
     opened = (await open_session(proxy)).json()
-    visit = visit_of(proxy, opened)
+    online = online_session(proxy, opened)
     url = f"{opened['base_url']}/chat/completions"
     answer = await proxy.http_client.post(url, json={"messages": [QUESTION]})
     assert answer.status_code == 410
     with pytest.raises(EpisodeTimeout):
-        await visit.outcome
-    assert engine.running == 0
+        await online.outcome
+    assert engine.in_flight == 0
     assert len(proxy) == len(proxy.online) == 0
 
 
@@ -145,17 +145,17 @@ async def test_session_that_is_never_ended_is_ended_for_its_agent(start_proxy, e
 )
 async def test_reward_that_means_nothing_is_refused(proxy, reward):
     opened = (await open_session(proxy)).json()
-    await ask(proxy, opened)
+    await call_model(proxy, opened)
     answer = await manage(proxy, opened["session_id"], "reward", {"reward": reward})
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "reward"
-    assert visit_of(proxy, opened).session.tree.last.reward is None
+    assert online_session(proxy, opened).session.tree.last.reward is None
 
 
 @pytest.mark.parametrize("raw", ["", "[]", '{"reward": NaN}', '{"reward": 1e999}', "{}", '{"reward": 1, "to": 2}'])
 async def test_reward_must_be_json_and_finite(proxy, raw):
     opened = (await open_session(proxy)).json()
-    await ask(proxy, opened)
+    await call_model(proxy, opened)
     url = f"{proxy.origin}/sessions/{opened['session_id']}/reward"
     answer = await proxy.http_client.post(url, content=raw, headers=bearer(proxy.admin_key))
     assert answer.status_code == 400
@@ -198,22 +198,22 @@ async def test_base_url_is_the_way_the_caller_came(proxy):
     assert answer.json()["base_url"].startswith(f"http://localhost:{port}/s/")
 
 
-async def test_invitation_brings_a_task_and_waits_for_the_reward(proxy):
+async def test_offer_brings_a_task_and_waits_for_the_reward(proxy):
     proxy.online.offers_only = True
     assert (await open_session(proxy)).status_code == 429
     waiting = asyncio.create_task(proxy.online.offer(proxy.open_session, {"messages": [QUESTION]}))
     await asyncio.sleep(0)
     opened = (await open_session(proxy)).json()
     assert opened["task"] == {"messages": [QUESTION]}
-    await ask(proxy, opened)
+    await call_model(proxy, opened)
     await manage(proxy, opened["session_id"], "end")
     await manage(proxy, opened["session_id"], "reward", {"reward": 1})
-    visit = await waiting
-    assert visit.session.tree.reward == 1
+    online = await waiting
+    assert online.session.tree.reward == 1
     assert (await open_session(proxy)).status_code == 429
 
 
-async def test_invitation_that_is_withdrawn_is_not_handed_out(proxy, engine):
+async def test_offer_that_is_withdrawn_is_not_handed_out(proxy, engine):
     proxy.online.offers_only = True
     gone = asyncio.create_task(proxy.online.offer(proxy.open_session, 1))
     stays = asyncio.create_task(proxy.online.offer(proxy.open_session, 2))
@@ -234,24 +234,24 @@ async def test_own_key_manages_its_session_only_where_that_is_allowed(start_prox
         proxy = await start_proxy(self_reward=self_reward)
         mine, other = (await open_session(proxy)).json(), (await open_session(proxy)).json()
         for opened in (mine, other):
-            await ask(proxy, opened)
+            await call_model(proxy, opened)
         body = {"reward": 1} if verb == "reward" else None
         assert (await manage(proxy, mine["session_id"], verb, body, mine["api_key"])).status_code == status
         assert (await manage(proxy, other["session_id"], verb, body, mine["api_key"])).status_code == 403
         assert (await manage(proxy, "sess-none", verb, body, mine["api_key"])).status_code == 403
         assert (await open_session(proxy, mine["api_key"])).status_code == 403
-        assert visit_of(proxy, other).session.tree.last.reward is None
+        assert online_session(proxy, other).session.tree.last.reward is None
 
 
-async def test_own_key_may_reward_behind_the_end(start_proxy):
+async def test_own_key_may_reward_after_the_end(start_proxy):
     proxy = await start_proxy(self_reward=True)
     opened = (await open_session(proxy)).json()
-    visit = visit_of(proxy, opened)
-    await ask(proxy, opened)
+    online = online_session(proxy, opened)
+    await call_model(proxy, opened)
     await manage(proxy, opened["session_id"], "end", key=opened["api_key"])
     late = await manage(proxy, opened["session_id"], "reward", {"reward": 1}, opened["api_key"])
     assert late.status_code == 200
-    assert await visit.outcome is True
+    assert await online.outcome is True
 
 
 async def test_tokens_of_a_session_are_capped(start_proxy, engine):
@@ -274,14 +274,14 @@ async def test_tokens_of_calls_that_came_to_nothing_are_given_back(start_proxy, 
     proxy = await start_proxy(ProxyLimits(max_tokens_per_session=60))
     session = proxy.open_session()
     url, body = f"{session.base_url}/chat/completions", {"messages": [QUESTION], "max_tokens": 8}
-    engine.hold = True
+    engine.hold = asyncio.Event()
     for stream in (False, True, False, True):
         call = asyncio.create_task(proxy.http_client.post(url, json={**body, "stream": stream}))
-        await engine.until_running(1)
+        await engine.until_in_flight(1)
         call.cancel()
         await asyncio.wait((call,))
-        await engine.until_running(0)
-    engine.release.set()
+        await engine.until_in_flight(0)
+    engine.hold.set()
     assert (await proxy.http_client.post(url, json=body)).status_code == 200
 
 
@@ -289,17 +289,17 @@ async def test_running_calls_count_against_the_tokens(start_proxy, engine):
     proxy = await start_proxy(ProxyLimits(max_tokens_per_session=60))
     session = proxy.open_session()
     url, body = f"{session.base_url}/chat/completions", {"messages": [QUESTION], "max_tokens": 8}
-    engine.hold = True
+    engine.hold = asyncio.Event()
     calls = [asyncio.create_task(proxy.http_client.post(url, content=json.dumps(body))) for _ in range(20)]
     await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
-    engine.release.set()
+    engine.hold.set()
     statuses = [answer.status_code for answer in await asyncio.gather(*calls)]
     assert set(statuses) == {200, 429}
     nodes = session.tree.completions
     assert sum(len(node.prompt_ids) + len(node.output_ids) for node in nodes) <= 60
 
 
-async def test_standing_session_forgets_old_conversations(proxy, session):
+async def test_permanent_session_forgets_old_conversations(proxy, session):
     session.turns_kept = 3
     url = f"{session.base_url}/responses"
     ids = [(await proxy.http_client.post(url, json={"input": "Sort 5291"})).json()["id"] for _ in range(4)]
