@@ -1,4 +1,4 @@
-"""Run and train the model, and make the built-in one. Settles how torch's threads wait, before torch loads."""
+"""Run and train models, and make the built-in ones. Sets how torch's idle threads wait, before torch loads."""
 
 from areal.utils.threads import settle_waiting
 

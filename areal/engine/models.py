@@ -1,7 +1,8 @@
-"""From what a config says to a model directory: `builtin:NAME`, a directory, or a Hugging Face id."""
+"""Find the model that a config names, and open it to generate or to train.
 
-# MERGED-DOC
-# How the model in a directory is computed: by this package's decoder where it can, else by transformers.
+A model is `builtin:NAME`, a directory, or a Hugging Face id. This package's decoder computes the architectures it
+knows; transformers computes all others.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,8 @@ from areal.engine.inference.model_runner import ModelRunner
 from areal.engine.model.architecture import Architecture, UnknownArchitecture, read_architecture
 from areal.engine.model.decoder import Decoder
 from areal.engine.model.weights import load_weights
-from areal.engine.training.engine import PackedDecoder, TrainableModel
+from areal.engine.training.engine import TrainableModel
+from areal.engine.training.packing import PackedDecoder
 
 BUILTIN: dict[str, Callable[[Callable[[str], None]], Path]] = {
     "tiny-math": TINY_MATH.cached,
@@ -27,11 +29,11 @@ BUILTIN: dict[str, Callable[[Callable[[str], None]], Path]] = {
 
 
 def find_model(path: str, report: Callable[[str], None] = lambda text: None) -> Path:
-    """The directory of a model; a built-in one is made on first use, and `report` is told how far that is."""
+    """The directory of a model; a built-in one is made on first use, and `report` gets lines on its progress."""
     if path.startswith("builtin:"):
         name = path.removeprefix("builtin:")
         if name not in BUILTIN:
-            raise ModelError(f"no built-in model {name!r}; there are {', '.join(BUILTIN)}")
+            raise ModelError(f"no built-in model {name!r}; use one of {', '.join(BUILTIN)}")
         return BUILTIN[name](report)
     directory = Path(path).expanduser()
     if directory.is_dir():
@@ -52,11 +54,13 @@ def _download(model_id: str) -> Path:
         )
     except (OSError, ValueError) as error:  # the hub's errors are of both kinds
         reason = str(error).strip().split("\n")[0]
-        raise ModelError(f"no directory {model_id!r} here, and the model hub did not give it: {reason}") from None
+        raise ModelError(
+            f"no directory {model_id!r} here, and it cannot be downloaded from the model hub: {reason}"
+        ) from None
 
 
 def open_runner(directory: Path, dtype: str = "float32") -> ModelRunner:
-    """The model of a directory, to generate with; `dtype` is what it is computed in."""
+    """The model of a directory, to generate with, computed in `dtype`."""
     architecture = _known(directory)
     if architecture is not None:
         decoder = Decoder(architecture)
@@ -64,7 +68,7 @@ def open_runner(directory: Path, dtype: str = "float32") -> ModelRunner:
         return DecoderRunner(decoder, dtype=getattr(torch, dtype))
     require(
         dtype == "float32",
-        f"{directory.name} is computed by transformers, in float32, got rollout.dtype={dtype}; leave it out",
+        f"{directory.name} is computed by transformers in float32, got rollout.dtype={dtype}; leave it out",
     )
     from areal.engine.transformers.model import TransformersModel
     from areal.engine.transformers.runner import TransformersRunner, may_cache
@@ -88,11 +92,11 @@ def open_trainable(directory: Path, *, gradient_checkpointing: bool = False) -> 
     from areal.engine.transformers.model import TransformersModel
     from areal.engine.transformers.training import TransformersTraining
 
-    return TransformersTraining(TransformersModel(directory, learns=True))
+    return TransformersTraining(TransformersModel(directory, trainable=True))
 
 
 def max_positions(directory: Path) -> int:
-    """Tokens that a sequence may have."""
+    """How many tokens a sequence may have."""
     architecture = _known(directory)
     if architecture is not None:
         return architecture.max_positions

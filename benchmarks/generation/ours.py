@@ -1,4 +1,4 @@
-"""The embedded engine, in one process with whoever asks it. `sharing: false` computes every prompt by itself."""
+"""The embedded engine, in one process with its client. `sharing: false` computes every prompt by itself."""
 
 import asyncio
 from pathlib import Path
@@ -10,19 +10,20 @@ from areal.api.io_struct import ModelRequest
 from areal.config.rollout import GenerationHyperparameters
 from areal.engine.inference.decoder_runner import DecoderRunner
 from areal.engine.inference.engine import EmbeddedEngine
-from areal.engine.inference.model_runner import Piece
-from areal.engine.inference.scheduler import StepScheduler
-from areal.engine.inference.sequence import SequenceState
+from areal.engine.inference.scheduler import Step, StepScheduler
 from areal.engine.model.architecture import read_architecture
 from areal.engine.model.decoder import Decoder
 from areal.engine.model.weights import load_weights
 
 
-class Unshared(StepScheduler):
-    """Admits prompts one by one, so that none is computed for two."""
+MAX_RUNNING = 256
 
-    def pieces(self, first_row: int, room: int) -> tuple[list[Piece], list[SequenceState]]:
-        return super().pieces(first_row, min(room, 1))
+
+class Unshared(StepScheduler):
+    """Admits one prompt per step, so that none is computed once for two requests."""
+
+    def _add_prompts(self, step: Step, max_running: int) -> None:
+        super()._add_prompts(step, min(max_running, len(self.running) + 1))
 
 
 def main() -> None:
@@ -48,9 +49,9 @@ def main() -> None:
 
 
 async def opened(runner: DecoderRunner, sharing: bool) -> EmbeddedEngine:
-    engine = EmbeddedEngine(runner)
+    engine = EmbeddedEngine(runner, max_running=MAX_RUNNING)
     if not sharing:
-        engine._admission = Unshared(engine._mixed)
+        engine._scheduler = Unshared(engine._mixed, MAX_RUNNING)
     return engine
 
 

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from engine_houses import engine, house
+from engine_kinds import engine, engines
 
-__all__ = ["engine", "house"]
+__all__ = ["engine", "engines"]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -67,7 +67,7 @@ async def test_weights_without_their_digest_are_refused_and_change_nothing(engin
     trainer.version = 1
     update = trainer.publish()
     before = await engine.agenerate(ask(seed=1))
-    with pytest.raises(WeightMismatch, match=r"version 1 in .* do not have their digest"):
+    with pytest.raises(WeightMismatch, match=r"version 1 in .* must have the digest 0{32}, got "):
         await engine.update_weights(replace(update, digest="0" * 32))
     assert (await engine.agenerate(ask(seed=1))).output_tokens == before.output_tokens
     assert (await engine.health()).version == 0

@@ -215,7 +215,7 @@ def test_a_grammar_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return compile_(grammar, *rest)
 
     monkeypatch.setattr(grammar_module, "_compile", count)
-    monkeypatch.setattr(grammar_module, "REMEMBERED_GRAMMARS", 2)
+    monkeypatch.setattr(grammar_module, "MAX_GRAMMARS", 2)
     compiler = GrammarCompiler(byte_tokenizer(), TINY.vocab_size)
     one, two, three = (Grammar("lark", f'start: "{n}"') for n in range(3))
     for grammar in (one, one, two, one, three, one, two):
@@ -270,14 +270,14 @@ async def test_a_script_that_breaks_the_grammar_is_refused(scripted: str, proble
 
 def test_masks_reach_only_the_rows_that_have_one() -> None:
     """A guard for the sampler: a banned row must not touch its neighbour's log-probs."""
-    from areal.engine.inference.sampler import Choices, sample
+    from areal.engine.inference.sampler import SamplingParams, sample
 
     logits = torch.randn(2, 8, generator=torch.Generator().manual_seed(0))
     banned = torch.zeros(2, 8, dtype=torch.bool)
     banned[0, :7] = True
-    choices = Choices.of([(1.0, 1.0, 0, 5), (1.0, 1.0, 0, 6)])
-    tokens, logprobs = sample(logits, choices, [0, 0], banned)
-    free_tokens, free_logprobs = sample(logits, choices, [0, 0])
+    params = SamplingParams.of_rows([(1.0, 1.0, 0, 5), (1.0, 1.0, 0, 6)])
+    tokens, logprobs = sample(logits, params, [0, 0], banned)
+    free_tokens, free_logprobs = sample(logits, params, [0, 0])
     assert tokens[0] == 7
     assert (tokens[1], logprobs[1]) == (free_tokens[1], free_logprobs[1])
     assert logprobs[0] == pytest.approx(float(logits[0].log_softmax(-1)[7]))

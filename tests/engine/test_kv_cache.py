@@ -59,7 +59,7 @@ class CacheMachine(RuleBasedStateMachine):
     def slots_are_dense(self) -> None:
         for pool in self.cache.pools:
             assert len(pool.owners) <= pool.slots
-            assert [self.cache.home(owner).slot for owner in pool.owners] == [*range(len(pool.owners))]
+            assert [self.cache.slot_of(owner).slot for owner in pool.owners] == [*range(len(pool.owners))]
 
 
 TestRows = CacheMachine.TestCase

@@ -12,12 +12,9 @@ from tiny_models import TINY, training_engine
 
 from areal.api.io_struct import ModelRequest, ModelResponse
 from areal.config.rollout import GenerationHyperparameters
-from areal.engine.inference import attention as shared_rows
-from areal.engine.inference import decoder_runner as matrices
-from areal.engine.inference import decoder_runner as runner_module
-from areal.engine.inference import engine as embedded
-from areal.engine.inference import kv_cache
-from areal.engine.inference.attention import SharedRows, decode_runs
+from areal.engine.inference import attention, decoder_runner, kv_cache
+from areal.engine.inference import engine as engine_module
+from areal.engine.inference.attention import SharedPrefixes, decode_runs
 from areal.engine.inference.decoder_runner import DecoderRunner
 from areal.engine.inference.engine import EmbeddedEngine
 from areal.engine.training.engine import TokenBatch, TrainingEngine
@@ -28,13 +25,13 @@ TOLERANCE = 1e-4
 
 @pytest.fixture
 def short_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prefixes of four tokens are remembered and read together, rows move house often, a step takes seven tokens."""
-    monkeypatch.setattr(shared_rows, "LEAST_SAVED", 1)
+    """Prefixes of four tokens are remembered and read together, rows change pools often, a step takes seven tokens."""
+    monkeypatch.setattr(attention, "LEAST_SAVED", 1)
     monkeypatch.setattr(kv_cache, "SMALLEST_POOL", 8)
-    monkeypatch.setattr(runner_module, "SHORTEST_PREFIX", 4)
+    monkeypatch.setattr(decoder_runner, "SHORTEST_PREFIX", 4)
     monkeypatch.setattr(DecoderRunner, "shortest_prefix", 4)
-    monkeypatch.setattr(runner_module, "SMALLEST_CHUNK", 7)
-    monkeypatch.setattr(runner_module, "CHUNK_FLOPS", 0)
+    monkeypatch.setattr(decoder_runner, "SMALLEST_CHUNK", 7)
+    monkeypatch.setattr(decoder_runner, "CHUNK_FLOPS", 0)
 
 
 class CountingRunner(DecoderRunner):
@@ -184,8 +181,8 @@ def test_rows_that_begin_alike_are_read_once_and_see_the_same() -> None:
         torch.testing.assert_close(
             *(runner.decode([5] * rows, places) for runner in (sharing, alone)), atol=1e-4, rtol=1e-4
         )
-    (start,) = sharing._shared.starts(rows)  # two of the short prompt save too little
-    assert (sorted(start.rows), start.length) == ([0, 2, 4, 6], 200)
+    (prefix,) = sharing._shared.of(rows)  # two of the short prompt save too little
+    assert (sorted(prefix.rows), prefix.length) == ([0, 2, 4, 6], 200)
     for runner in (sharing, alone):  # the fourth leaves, and the last takes its place
         runner.move(6, 3, lengths[6] + 3)
     places = [length + 3 for length in lengths]
@@ -193,28 +190,28 @@ def test_rows_that_begin_alike_are_read_once_and_see_the_same() -> None:
     torch.testing.assert_close(
         *(runner.decode([5] * 6, places[:6]) for runner in (sharing, alone)), atol=1e-4, rtol=1e-4
     )
-    assert sorted(sharing._shared.starts(6)[0].rows) == [0, 2, 3, 4]
+    assert sorted(sharing._shared.of(6)[0].rows) == [0, 2, 3, 4]
 
 
 @given(st.lists(st.lists(st.integers(0, 1), max_size=6), max_size=8))
-def test_rows_that_share_a_start_have_it_in_common(filled: list[list[int]]) -> None:
-    rows = SharedRows(shortest=2)
+def test_rows_that_share_a_prefix_have_it_in_common(filled: list[list[int]]) -> None:
+    rows = SharedPrefixes(shortest=2)
     for row, ids in enumerate(filled):
         rows.fill(row, ids)
-    starts = rows._search(len(filled))
-    members = [row for start in starts for row in start.rows]
+    prefixes = rows._search(len(filled))
+    members = [row for prefix in prefixes for row in prefix.rows]
     assert len(members) == len(set(members))
-    for start in starts:
-        assert start.length >= 2
-        assert len({tuple(filled[row][: start.length]) for row in start.rows}) == 1
-        assert all(len(filled[row]) >= start.length for row in start.rows)
+    for prefix in prefixes:
+        assert prefix.length >= 2
+        assert len({tuple(filled[row][: prefix.length]) for row in prefix.rows}) == 1
+        assert all(len(filled[row]) >= prefix.length for row in prefix.rows)
 
 
 @pytest.mark.parametrize("batch", [1, 3, 60])
 def test_faster_layouts_compute_the_same_and_follow_the_weights(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder, trainer = training_engine().decoder, training_engine()
     plain = DecoderRunner(decoder)
-    monkeypatch.setattr(matrices, "SMALLEST_BYTES", 0)
+    monkeypatch.setattr(decoder_runner, "SMALLEST_BYTES", 0)
     fast = DecoderRunner(decoder)
     assert fast._matrices.weights
     prompts = [[i, i + 1, i + 2] for i in range(batch)]
@@ -228,7 +225,7 @@ def test_faster_layouts_compute_the_same_and_follow_the_weights(batch: int, monk
 
 
 async def test_faster_layouts_follow_a_swap_whatever_was_asked_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matrices, "SMALLEST_BYTES", 0)
+    monkeypatch.setattr(decoder_runner, "SMALLEST_BYTES", 0)
     trainer = training_engine()
     engine = EmbeddedEngine(DecoderRunner(training_engine().decoder))
     running = asyncio.create_task(engine.agenerate(ask([1, 2, 3], new=200)))
@@ -243,7 +240,7 @@ async def test_faster_layouts_follow_a_swap_whatever_was_asked_first(monkeypatch
 
 
 def test_bfloat16_has_no_layouts_where_the_processor_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matrices, "SMALLEST_BYTES", 0)
+    monkeypatch.setattr(decoder_runner, "SMALLEST_BYTES", 0)
     runner = DecoderRunner(training_engine().decoder, dtype=torch.bfloat16)
     runner.prefill([0], [[1, 2, 3]])
     assert runner.decode([5], [3]).isfinite().all()
@@ -263,7 +260,7 @@ def test_bfloat16_is_close_and_follows_the_weights() -> None:
 
 
 async def test_weights_checked_in_a_thread_are_swapped_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(embedded, "SMALL_WEIGHTS", 0)
+    monkeypatch.setattr(engine_module, "SMALL_WEIGHTS", 0)
     trainer = training_engine()
     engine = EmbeddedEngine(DecoderRunner(training_engine().decoder))
     running = asyncio.create_task(engine.agenerate(ask([1, 2, 3], new=2000)))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from areal.engine.inference import sampler
-from areal.engine.inference.sampler import Choices, sample, uniforms
+from areal.engine.inference.sampler import SamplingParams, sample, uniforms
 
 LOGITS = torch.tensor([1.0, 0.0, -0.5, 2.0, -3.0, 0.5])
 DRAWS = 20_000
@@ -17,8 +17,8 @@ CHI_SQUARE_LIMIT = 36.0
 def draw(
     logits: Tensor, *, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0, draws: int = DRAWS
 ) -> tuple[list[int], list[float]]:
-    choices = Choices.of([(temperature, top_p, top_k, seed) for seed in range(draws)])
-    return sample(logits.expand(draws, -1), choices, [0] * draws)
+    params = SamplingParams.of_rows([(temperature, top_p, top_k, seed) for seed in range(draws)])
+    return sample(logits.expand(draws, -1), params, [0] * draws)
 
 
 def chi_square(tokens: list[int], probs: Tensor) -> float:
@@ -36,8 +36,8 @@ def test_frequencies_follow_the_tempered_probabilities(temperature: float) -> No
 
 
 def test_the_successive_tokens_of_one_seed_follow_the_probabilities_too() -> None:
-    choices = Choices.of([(1.0, 1.0, 0, 7)] * DRAWS)
-    tokens, _ = sample(LOGITS.expand(DRAWS, -1), choices, range(DRAWS))
+    params = SamplingParams.of_rows([(1.0, 1.0, 0, 7)] * DRAWS)
+    tokens, _ = sample(LOGITS.expand(DRAWS, -1), params, range(DRAWS))
     assert chi_square(tokens, LOGITS.softmax(0)) < CHI_SQUARE_LIMIT
 
 
@@ -74,18 +74,18 @@ def test_logprobs_are_of_the_whole_tempered_distribution_even_when_the_choice_is
 def test_banned_tokens_are_not_drawn_and_do_not_change_the_logprobs_of_others() -> None:
     banned = torch.zeros(DRAWS, 6, dtype=torch.bool)
     banned[:, 3] = True
-    choices = Choices.of([(1.0, 1.0, 0, seed) for seed in range(DRAWS)])
-    tokens, logprobs = sample(LOGITS.expand(DRAWS, -1), choices, [0] * DRAWS, banned)
+    params = SamplingParams.of_rows([(1.0, 1.0, 0, seed) for seed in range(DRAWS)])
+    tokens, logprobs = sample(LOGITS.expand(DRAWS, -1), params, [0] * DRAWS, banned)
     assert chi_square(tokens, torch.where(banned[0], -torch.inf, LOGITS).softmax(0)) < CHI_SQUARE_LIMIT
     assert logprobs == pytest.approx(LOGITS.log_softmax(0)[tokens].tolist(), abs=1e-6)
-    greedy = Choices.of([(0.0, 1.0, 0, 0)])
+    greedy = SamplingParams.of_rows([(0.0, 1.0, 0, 0)])
     assert sample(LOGITS[None], greedy, [0], banned[:1])[0] == [0]
 
 
 def test_a_ban_on_all_the_probability_still_gives_an_allowed_token() -> None:
     logits = torch.tensor([[200.0, 0.0, 0.0, 0.0]])
     banned = torch.tensor([[True, False, False, True]])
-    drawn = {sample(logits, Choices.of([(1.0, 1.0, 0, seed)]), [0], banned)[0][0] for seed in range(50)}
+    drawn = {sample(logits, SamplingParams.of_rows([(1.0, 1.0, 0, seed)]), [0], banned)[0][0] for seed in range(50)}
     assert drawn == {1, 2}
 
 
@@ -99,7 +99,7 @@ def test_no_token_of_probability_zero_is_drawn_at_any_point_of_the_range(
     logits = torch.tensor(
         [[-inf, -inf, 1.0, -inf, 0.5, -500.0, 0.1, -inf], [-inf, 0.0, -inf, 0.0, -inf, 0.0, -inf, -inf]]
     )
-    tokens, logprobs = sample(logits, Choices.of([(1.0, *limits, 1), (1.0, *limits, 2)]), [0, 0])
+    tokens, logprobs = sample(logits, SamplingParams.of_rows([(1.0, *limits, 1), (1.0, *limits, 2)]), [0, 0])
     assert all(logits.softmax(1)[row, token] > 0 for row, token in enumerate(tokens))
     assert all(np.isfinite(logprobs))
 
@@ -110,8 +110,8 @@ def test_rounding_at_the_end_of_the_range_neither_leaves_the_allowed_set_nor_shr
     monkeypatch.setattr(sampler, "uniforms", lambda seeds, counts: torch.full((len(seeds),), 1 - 2**-24))
     logits = 4 * torch.randn(500, 300, generator=torch.Generator().manual_seed(0)).sort(dim=1, descending=True).values
     free, limited = (1.0, 1.0, 0, 0), (1.0, 1.0, 2, 0)
-    alone, _ = sample(logits, Choices.of([free] * 500), [0] * 500)
-    beside = sample(torch.cat([logits, logits]), Choices.of([free] * 500 + [limited] * 500), [0] * 1000)[0]
+    alone, _ = sample(logits, SamplingParams.of_rows([free] * 500), [0] * 500)
+    beside = sample(torch.cat([logits, logits]), SamplingParams.of_rows([free] * 500 + [limited] * 500), [0] * 1000)[0]
     assert beside[:500] == alone
     assert set(beside[500:]) == {1}
 
@@ -121,9 +121,9 @@ def test_a_row_draws_the_same_whoever_shares_its_batch() -> None:
     logits = torch.randn(64, 1000, generator=generator) * 3
     rows = [(1.0 + row % 3 / 2, 1.0, 0, row) for row in range(64)]
     counts = list(range(64))
-    alone = [sample(logits[row : row + 1], Choices.of([rows[row]]), [row])[0][0] for row in range(64)]
-    assert sample(logits, Choices.of(rows), counts)[0] == alone
-    limited = Choices.of([*rows[:-1], (1.0, 0.5, 5, 63)])
+    alone = [sample(logits[row : row + 1], SamplingParams.of_rows([rows[row]]), [row])[0][0] for row in range(64)]
+    assert sample(logits, SamplingParams.of_rows(rows), counts)[0] == alone
+    limited = SamplingParams.of_rows([*rows[:-1], (1.0, 0.5, 5, 63)])
     assert sample(logits, limited, counts)[0][:-1] == alone[:-1]
 
 
@@ -159,10 +159,10 @@ def test_limits_of_a_large_vocabulary_are_those_of_sorting_it_all(monkeypatch: p
     ]
     rows = [(*limits[row % len(limits)], row) for row in range(len(logits))]
     probs = (logits / torch.tensor([row[0] for row in rows])[:, None]).softmax(-1)
-    choices = Choices.of(rows)
-    fast = sampler._limit(probs, choices)
+    params = SamplingParams.of_rows(rows)
+    fast = sampler._limit(probs, params)
     monkeypatch.setattr(sampler, "CANDIDATES", probs.shape[1])
-    expected = torch.where(((choices.top_p < 1) | (choices.top_k > 0))[:, None], sampler._limit(probs, choices), probs)
+    expected = torch.where(((params.top_p < 1) | (params.top_k > 0))[:, None], sampler._limit(probs, params), probs)
     assert torch.equal(fast, expected)
 
 

@@ -6,7 +6,7 @@ from contextlib import aclosing
 from typing import Any
 
 import pytest
-from engine_houses import LONG, House, answer, ask, soon, until
+from engine_kinds import LONG, Engines, answer, ask, soon, until
 
 from areal.api.engine_api import InferenceEngine
 from areal.api.errors import ContextLengthError, EngineError
@@ -96,11 +96,11 @@ async def test_streams_and_plain_calls_share_the_engine(engine: InferenceEngine)
     assert joined == [each.output_tokens for each in plain]
 
 
-async def test_new_weights_show_in_the_chunks_behind_them(house: House, engine: InferenceEngine) -> None:
-    await engine.update_weights(old := house.publish())
+async def test_new_weights_show_in_the_chunks_after_them(engines: Engines, engine: InferenceEngine) -> None:
+    await engine.update_weights(old := engines.publish())
     async with asyncio.timeout(60), aclosing(engine.astream(ask(max_new_tokens=LONG, seed=1))) as chunks:
         versions = [*(await anext(chunks)).versions]
-        await engine.update_weights(new := house.publish())
+        await engine.update_weights(new := engines.publish())
         async for chunk in chunks:
             versions += chunk.versions
     assert set(versions) == {old.version, new.version}
@@ -113,8 +113,8 @@ async def test_a_stream_that_cannot_be_served_is_refused_like_a_call(engine: Inf
     await until(engine, running=0, waiting=0)
 
 
-async def test_closing_the_engine_fails_its_streams(house: House) -> None:
-    engine = await house.open()
+async def test_closing_the_engine_fails_its_streams(engines: Engines) -> None:
+    engine = await engines.open()
     chunks = engine.astream(ask(max_new_tokens=LONG))
     await soon(anext(chunks))
     await engine.aclose()

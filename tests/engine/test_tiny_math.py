@@ -12,7 +12,7 @@ import pytest
 from areal.api.io_struct import ModelRequest
 from areal.config.rollout import GenerationHyperparameters
 from areal.dataset.builtin import TASKS, Problem, split_of
-from areal.engine.builtin.text import CALCULATOR_TOOLS, TINY_MATH, lessons
+from areal.engine.builtin.text import CALCULATOR_TOOLS, TINY_MATH, math_lessons
 from areal.engine.inference.server import load_engine
 from areal.engine.model.architecture import read_architecture
 from areal.utils.hf_utils import load_hf_tokenizer
@@ -136,5 +136,5 @@ def test_digits_are_single_tokens(tokenizer: Any) -> None:
 
 
 def test_lessons_use_training_problems_only() -> None:
-    asked = [messages[0]["content"] for messages, _ in islice(lessons(20), 2000)]
+    asked = [messages[0]["content"] for messages, _ in islice(math_lessons(20), 2000)]
     assert {split_of(Problem(question, "")) for question in asked} == {"train"}

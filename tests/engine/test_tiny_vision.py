@@ -1,4 +1,4 @@
-"""The built-in model that sees: of a published architecture, with a real processor, and fit to begin with."""
+"""The built-in vision model: a published architecture, a real processor, and some success to begin with."""
 
 import asyncio
 from itertools import islice
@@ -29,11 +29,11 @@ def renderer(directory: Path) -> Renderer:
 
 
 def request(renderer: Renderer, drawing: Drawing, seed: int) -> ModelRequest:
-    picture = Image(drawing.png())
+    image = Image(drawing.png())
     question = drawing.as_task()["messages"][0]["content"][-1]["text"]
-    text = renderer.render([{"role": "user", "content": content_of([picture, question])}], None)
+    text = renderer.render([{"role": "user", "content": content_of([image, question])}], None)
     g = GenerationHyperparameters(max_new_tokens=8, stop_token_ids=[renderer.tokenizer.eos_token_id], seed=seed)
-    return ModelRequest(str(seed), renderer.encode(text, [picture]), g, images=[picture.data])
+    return ModelRequest(str(seed), renderer.encode(text, [image]), g, images=[image.data])
 
 
 async def test_it_begins_between_knowing_nothing_and_everything(directory: Path, renderer: Renderer) -> None:
@@ -58,7 +58,7 @@ def test_transformers_loads_it(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("tools", [None, [{"type": "function", "function": {"name": "zoom"}}]])
-def test_its_template_takes_text_and_pictures_and_only_ever_appends(renderer: Renderer, tools: Any) -> None:
+def test_its_template_takes_text_and_images_and_only_ever_appends(renderer: Renderer, tools: Any) -> None:
     messages: list[dict[str, Any]] = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": [{"type": "text", "text": "Look: "}, {"type": "image"}]},

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from areal.config.training import OptimizerConfig
 from areal.engine.model.weights import digest
-from areal.engine.training.engine import PackedDecoder, TokenBatch, TrainingEngine, learning_rate
-from areal.engine.training import engine as packed_decoder
+from areal.engine.training import packing
+from areal.engine.training.engine import TokenBatch, TrainingEngine, learning_rate
 from areal.engine.training.figures import Figures
-from areal.engine.training.packing import Span
+from areal.engine.training.packing import PackedDecoder, Span
 
 
 def batch(seed: int = 0, groups: int = 4, members: int = 3) -> TokenBatch:
@@ -66,7 +66,7 @@ def test_layers_that_are_computed_again_have_the_same_gradient() -> None:
 
 def test_the_gradient_does_not_depend_on_how_many_logits_are_held_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, _ = gradient()
-    monkeypatch.setattr(packed_decoder, "HEAD_ELEMENTS", 7 * TINY.vocab_size)
+    monkeypatch.setattr(packing, "HEAD_ELEMENTS", 7 * TINY.vocab_size)
     torch.testing.assert_close(gradient()[0], whole, atol=1e-6, rtol=0)
 
 
@@ -115,7 +115,7 @@ def test_a_gradient_that_is_no_number_leaves_the_weights_alone() -> None:
     engine = training_engine()
     before, task = engine.flat.clone(), batch()
     task.fields["advantages"][3] = math.nan
-    with pytest.raises(FloatingPointError, match="gradient norm is nan"):
+    with pytest.raises(FloatingPointError, match="gradient norm must be finite, got nan"):
         engine.train_batch(task, policy_gradient)
     assert torch.equal(engine.flat, before)
 

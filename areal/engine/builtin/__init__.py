@@ -1,1 +1,1 @@
-"""Models this package makes itself, once each, with a seed of their own, kept in the user's cache."""
+"""Models that this package makes itself on first use and keeps in the user's cache."""

@@ -1,14 +1,10 @@
-"""Where models that this package makes are kept, and how one is made exactly once."""
+"""The built-in text models: small Qwen3s, warmed up on lessons until they are right often enough to learn from reward.
 
-# MERGED-DOC
-# What a model answers while it is being made: every prompt sampled once, at temperature 1.
-# What the built-in model is warmed up on: short conversations that show the form of an answer, and half of the skill.
-#
-# Lessons only use training problems. They cover plain answers, a second try after a wrong one, and calculator calls, so
-# that agents of every shape begin with some success.
-# How a built-in text model is made: a small Qwen3, warmed up on lessons until it is right often enough.
-# `builtin:tiny-math`: a 0.3-million-parameter Qwen3 that has begun to learn sorting and sums, and no more.
-# `builtin:tiny-countdown`: the same small Qwen3 for `builtin:countdown`, right in a third of its answers.
+`builtin:tiny-math` (0.3 million parameters) has begun to learn sorting and sums, and no more. `builtin:tiny-countdown`
+is of the same size, for `builtin:countdown`, and right in a third of its answers. Lessons are short conversations on
+training problems only. They show the form of an answer and a part of the skill: plain answers, a second try after a
+wrong one, calculator calls, so that agents of every kind begin with some success.
+"""
 
 import json
 import os
@@ -28,7 +24,7 @@ from areal.dataset.builtin import COUNTDOWN, TASKS, CountdownProblem, Problem, P
 from areal.engine.builtin.tokenizer import make_tokenizer
 from areal.engine.inference.decoder_runner import DecoderRunner
 from areal.engine.inference.model_runner import ModelRunner
-from areal.engine.inference.sampler import Choices, sample
+from areal.engine.inference.sampler import SamplingParams, sample
 from areal.engine.model.architecture import Architecture
 from areal.engine.model.decoder import initialise
 from areal.engine.training.engine import TrainingEngine
@@ -36,51 +32,102 @@ from areal.engine.training.supervised import Example, mean_nll, supervised_batch
 from areal.reward.countdown import reaches
 
 Report = Callable[[str], None]
-"""Told how far the making is."""
+"""Gets lines on the progress."""
+
+_MAX_POSITIONS = 8192
+_BATCH = 64
+_CHECK_STEPS = 5
+"""Steps between two measurements of success."""
 
 
-def cache_directory() -> Path:
-    base = os.environ.get("AREAL_CACHE") or os.path.join(
-        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "areal"
-    )
-    return Path(base)
+def _says_the_answer(text: str, problem: Problem) -> bool:
+    return text == problem.answer
 
 
-def cached(name: str, make: Callable[[Path, Report], None], report: Report) -> Path:
-    """The directory of the model of that name, made now if it is not there. Safe when several processes ask at once."""
-    target = cache_directory() / name
-    if not (target / "config.json").exists():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        making = Path(tempfile.mkdtemp(prefix="making-", dir=target.parent))
-        try:
-            make(making, report)
-            os.rename(making, target)
-        except OSError:
-            if not (target / "config.json").exists():
-                raise
-        finally:
-            shutil.rmtree(making, ignore_errors=True)
-    return target
+@dataclass(frozen=True)
+class Recipe:
+    """How a built-in text model is made."""
 
+    name: str
+    edition: int
+    """Part of the cache's name: raise it when anything changes the model."""
+    lessons: Callable[[int], Iterator[Example]]
+    """An endless stream of conversations, drawn from a seed."""
+    task: ProceduralTask[Problem]
+    """Its validation problems measure success."""
+    right: Callable[[str, Problem], bool] = _says_the_answer
+    """Whether an answer is right."""
+    answer_tokens: int = 8
+    """An answer that has not ended by then is wrong."""
+    target_success: float = 0.35
+    """Warm-up ends when this share of sampled answers is right."""
+    max_steps: int = 600
+    vocabulary: int = 512
+    hidden_size: int = 96
+    intermediate_size: int = 256
+    num_layers: int = 2
+    seed: int = 20
 
-def sampled_answers(
-    runner: ModelRunner,
-    tokenizer: Any,
-    prompts: Sequence[Sequence[int]],
-    images: Sequence[tuple[bytes, ...]],
-    max_tokens: int,
-) -> list[str]:
-    """The text of each answer, the same at every call; "" for one that has not ended by `max_tokens`."""
-    choices = Choices.of([(1.0, 1.0, 0, seed) for seed in range(len(prompts))])
-    outputs: list[list[int]] = [[] for _ in prompts]
-    logits = runner.prefill(range(len(prompts)), prompts, images)
-    for count in range(max_tokens):
-        tokens, _ = sample(logits, choices, [count] * len(prompts))
-        for output, token in zip(outputs, tokens, strict=True):
-            output.append(token)
-        logits = runner.decode(tokens, [len(prompt) + count for prompt in prompts])
-    end = tokenizer.eos_token_id
-    return [tokenizer.decode(output[: output.index(end)]) if end in output else "" for output in outputs]
+    def cached(self, report: Report) -> Path:
+        """The model's directory; the model is made now if it is not cached."""
+        return cached(f"{self.name}-{self.edition}", self.make, report)
+
+    def make(self, directory: Path, report: Report) -> None:
+        """Make the model and write it to `directory` in Hugging Face's format."""
+        tokenizer = self._tokenizer()
+        engine = TrainingEngine(
+            self._architecture(tokenizer),
+            OptimizerConfig(lr=3e-3, warmup_steps=50, beta2=0.95),
+            total_steps=self.max_steps,
+            max_tokens_per_mb=32768,
+        )
+        initialise(engine.decoder, torch.Generator().manual_seed(self.seed))
+        self._warm_up(engine, tokenizer, report)
+        engine.save(str(directory))
+        tokenizer.save_pretrained(directory)
+
+    def _tokenizer(self) -> Any:
+        corpus = (json.dumps(lesson) for lesson in islice(self.lessons(self.seed), 2000))
+        return make_tokenizer(corpus, self.vocabulary, _MAX_POSITIONS)
+
+    def _architecture(self, tokenizer: Any) -> Architecture:
+        return Architecture(
+            family="qwen3",
+            vocab_size=-(-len(tokenizer) // 16) * 16,
+            hidden_size=self.hidden_size,
+            num_layers=self.num_layers,
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=32,
+            intermediate_size=self.intermediate_size,
+            max_positions=_MAX_POSITIONS,
+            tied_embeddings=True,
+            eos_token_ids=(tokenizer.eos_token_id,),
+        )
+
+    def _warm_up(self, engine: TrainingEngine, tokenizer: Any, report: Report) -> None:
+        stream = self.lessons(self.seed)
+        for step in range(1, self.max_steps + 1):
+            engine.train_batch(supervised_batch(list(islice(stream, _BATCH)), tokenizer), mean_nll)
+            if step % _CHECK_STEPS == 0:
+                success = self._success(engine, tokenizer)
+                report(
+                    f"warming up the built-in model: step {step}, success {success:.2f} of {self.target_success:.2f}"
+                )
+                if success >= self.target_success:
+                    return
+
+    def _success(self, engine: TrainingEngine, tokenizer: Any, problems: int = 256) -> float:
+        """Share of right answers when each validation problem is sampled once at temperature 1."""
+        drawn = list(islice(self.task.problems("valid"), problems))
+        prompts = [
+            tokenizer.apply_chat_template(problem.as_task()["messages"], add_generation_prompt=True, return_dict=False)
+            for problem in drawn
+        ]
+        runner = DecoderRunner(engine.decoder)
+        texts = sampled_answers(runner, tokenizer, prompts, [()] * len(prompts), self.answer_tokens)
+        right = [self.right(text, problem) for text, problem in zip(texts, drawn, strict=True)]
+        return right.count(True) / len(drawn)
 
 
 RETRY = "That is wrong. Try again."
@@ -109,32 +156,32 @@ CALCULATOR_TOOLS: list[dict[str, Any]] = [
 """Tool schemas as the OpenAI Agents SDK writes them for two-integer functions."""
 
 
-def lessons(seed: int) -> Iterator[Example]:
-    """An endless stream: sorting with and without tools at hand, sums, second tries, calculator calls."""
+def math_lessons(seed: int) -> Iterator[Example]:
+    """An endless stream: sorting with and without tools, sums, second tries, calculator calls."""
     draw = random.Random(seed)
     sorting = cycle(list(TASKS["sort-digits"].problems("train", seed)))
     sums = cycle(list(TASKS["sums"].problems("train", seed)))
     while True:
         kind = draw.random()
         if kind < 0.45:
-            yield plain(next(sorting)), None
+            yield _plain(next(sorting)), None
         elif kind < 0.55:
-            yield plain(next(sums)), None
+            yield _plain(next(sums)), None
         elif kind < 0.65:
             problem = next(sorting)
-            yield second_try(problem, _shuffled(problem.answer, draw)), None
+            yield _second_try(problem, _shuffled(problem.answer, draw)), None
         elif kind < 0.75:
-            yield plain(next(sorting)), CALCULATOR_TOOLS
+            yield _plain(next(sorting)), CALCULATOR_TOOLS
         else:
-            yield tool_use(next(sums)), CALCULATOR_TOOLS
+            yield _tool_use(next(sums)), CALCULATOR_TOOLS
 
 
-def plain(problem: Problem) -> list[dict[str, Any]]:
+def _plain(problem: Problem) -> list[dict[str, Any]]:
     return [*problem.as_task()["messages"], {"role": "assistant", "content": problem.answer}]
 
 
-def second_try(problem: Problem, wrong: str) -> list[dict[str, Any]]:
-    """A wrong answer that is not learned, the rebuke, the right answer."""
+def _second_try(problem: Problem, wrong: str) -> list[dict[str, Any]]:
+    """A wrong answer that is not learned, the request to try again, the right answer."""
     return [
         *problem.as_task()["messages"],
         {"role": "assistant", "content": wrong, "learn": False},
@@ -149,7 +196,7 @@ def _shuffled(text: str, draw: random.Random) -> str:
     return "".join(letters)
 
 
-def tool_use(problem: Problem) -> list[dict[str, Any]]:
+def _tool_use(problem: Problem) -> list[dict[str, Any]]:
     """A sum done with the calculator."""
     first, second = problem.question.removeprefix("What is ").removesuffix("?").split(" + ")
     call = {"name": "add", "arguments": f'{{"a": {first}, "b": {second}}}'}
@@ -161,109 +208,14 @@ def tool_use(problem: Problem) -> list[dict[str, Any]]:
     ]
 
 
-MAX_POSITIONS = 8192
-BATCH = 64
-CHECK_STEPS = 5
-"""Between two looks at how often it is right."""
-
-
-def says_the_answer(text: str, problem: Problem) -> bool:
-    return text == problem.answer
-
-
-@dataclass(frozen=True)
-class Recipe:
-    name: str
-    edition: int
-    """Part of the cache's name: raise it when anything changes the model."""
-    lessons: Callable[[int], Iterator[Example]]
-    """An endless stream of conversations, drawn from a seed."""
-    task: ProceduralTask[Problem]
-    """What warm-up is measured on: its validation problems."""
-    right: Callable[[str, Problem], bool] = says_the_answer
-    """Whether an answer is right."""
-    answer_tokens: int = 8
-    """An answer that has not ended by then is wrong."""
-    enough: float = 0.35
-    """Warm-up ends when this share of sampled answers is right."""
-    max_steps: int = 600
-    vocabulary: int = 512
-    hidden_size: int = 96
-    intermediate_size: int = 256
-    num_layers: int = 2
-    seed: int = 20
-
-    def cached(self, report: Report) -> Path:
-        """The model's directory; the model is made now if it is not there."""
-        return cached(f"{self.name}-{self.edition}", self.make, report)
-
-    def make(self, directory: Path, report: Report) -> None:
-        """Make the model and write it to `directory` in Hugging Face's format."""
-        tokenizer = self._tokenizer()
-        engine = TrainingEngine(
-            self._architecture(tokenizer),
-            OptimizerConfig(lr=3e-3, warmup_steps=50, beta2=0.95),
-            total_steps=self.max_steps,
-            max_tokens_per_mb=32768,
-        )
-        initialise(engine.decoder, torch.Generator().manual_seed(self.seed))
-        self._warm_up(engine, tokenizer, report)
-        engine.save(str(directory))
-        tokenizer.save_pretrained(directory)
-
-    def _tokenizer(self) -> Any:
-        corpus = (json.dumps(lesson) for lesson in islice(self.lessons(self.seed), 2000))
-        return make_tokenizer(corpus, self.vocabulary, MAX_POSITIONS)
-
-    def _architecture(self, tokenizer: Any) -> Architecture:
-        return Architecture(
-            family="qwen3",
-            vocab_size=-(-len(tokenizer) // 16) * 16,
-            hidden_size=self.hidden_size,
-            num_layers=self.num_layers,
-            num_heads=4,
-            num_kv_heads=2,
-            head_dim=32,
-            intermediate_size=self.intermediate_size,
-            max_positions=MAX_POSITIONS,
-            tied_embeddings=True,
-            eos_token_ids=(tokenizer.eos_token_id,),
-        )
-
-    def _warm_up(self, engine: TrainingEngine, tokenizer: Any, report: Report) -> None:
-        stream = self.lessons(self.seed)
-        for step in range(1, self.max_steps + 1):
-            engine.train_batch(supervised_batch(list(islice(stream, BATCH)), tokenizer), mean_nll)
-            if step % CHECK_STEPS == 0:
-                success = self._success(engine, tokenizer)
-                report(f"warming up the built-in model: step {step}, success {success:.2f} of {self.enough:.2f}")
-                if success >= self.enough:
-                    return
-
-    def _success(self, engine: TrainingEngine, tokenizer: Any, problems: int = 256) -> float:
-        """Share of right answers when each validation problem is sampled once at temperature 1."""
-        drawn = list(islice(self.task.problems("valid"), problems))
-        prompts = [
-            tokenizer.apply_chat_template(problem.as_task()["messages"], add_generation_prompt=True, return_dict=False)
-            for problem in drawn
-        ]
-        runner = DecoderRunner(engine.decoder)
-        texts = sampled_answers(runner, tokenizer, prompts, [()] * len(prompts), self.answer_tokens)
-        right = [self.right(text, problem) for text, problem in zip(texts, drawn, strict=True)]
-        return right.count(True) / len(drawn)
-
-
-TINY_MATH = Recipe(name="tiny-math", edition=4, lessons=lessons, task=TASKS["sort-digits"])
-
-
 def countdown_lessons(seed: int) -> Iterator[Example]:
-    """An endless stream of training problems: plain answers, and second tries after another way that misses."""
+    """An endless stream: plain answers, and second tries after an expression that misses the target."""
     draw = random.Random(seed)
     for problem in cycle(list(COUNTDOWN.problems("train", seed))):
         if draw.random() < 0.75:
-            yield plain(problem), None
+            yield _plain(problem), None
         else:
-            yield second_try(problem, _missing(problem, draw)), None
+            yield _second_try(problem, _missing(problem, draw)), None
 
 
 def _missing(problem: Problem, draw: random.Random) -> str:
@@ -281,6 +233,7 @@ def _hits(text: str, problem: Problem) -> bool:
     return reaches(text, problem.numbers, problem.target)
 
 
+TINY_MATH = Recipe(name="tiny-math", edition=4, lessons=math_lessons, task=TASKS["sort-digits"])
 TINY_COUNTDOWN = Recipe(
     name="tiny-countdown",
     edition=1,
@@ -288,5 +241,45 @@ TINY_COUNTDOWN = Recipe(
     task=COUNTDOWN,
     right=_hits,
     answer_tokens=16,
-    enough=0.3,
+    target_success=0.3,
 )
+
+
+def cached(name: str, make: Callable[[Path, Report], None], report: Report) -> Path:
+    """The directory of the model of that name, made now if it is not cached. Several processes may ask at once."""
+    base = os.environ.get("AREAL_CACHE") or os.path.join(
+        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "areal"
+    )
+    target = Path(base) / name
+    if not (target / "config.json").exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        making = Path(tempfile.mkdtemp(prefix="making-", dir=target.parent))
+        try:
+            make(making, report)
+            os.rename(making, target)
+        except OSError:
+            if not (target / "config.json").exists():
+                raise
+        finally:
+            shutil.rmtree(making, ignore_errors=True)
+    return target
+
+
+def sampled_answers(
+    runner: ModelRunner,
+    tokenizer: Any,
+    prompts: Sequence[Sequence[int]],
+    images: Sequence[tuple[bytes, ...]],
+    max_tokens: int,
+) -> list[str]:
+    """Sample each prompt once, at temperature 1 and with fixed seeds; "" if it has not ended by `max_tokens`."""
+    params = SamplingParams.of_rows([(1.0, 1.0, 0, seed) for seed in range(len(prompts))])
+    outputs: list[list[int]] = [[] for _ in prompts]
+    logits = runner.prefill(range(len(prompts)), prompts, images)
+    for count in range(max_tokens):
+        tokens, _ = sample(logits, params, [count] * len(prompts))
+        for output, token in zip(outputs, tokens, strict=True):
+            output.append(token)
+        logits = runner.decode(tokens, [len(prompt) + count for prompt in prompts])
+    end = tokenizer.eos_token_id
+    return [tokenizer.decode(output[: output.index(end)]) if end in output else "" for output in outputs]

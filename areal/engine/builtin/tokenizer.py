@@ -44,11 +44,11 @@ VISION_TEMPLATE = """\
 {%- endif %}
 {%- endmacro %}
 """ + CHAT_TEMPLATE.replace("message.content", "shown(message.content)")
-"""The same for messages whose content may be a list of texts and pictures."""
+"""The same for messages whose content may be a list of texts and images."""
 
 
-def make_tokenizer(corpus: Iterable[str], vocab_size: int, max_positions: int, *, sees_images: bool = False) -> Any:
-    """Train a tokenizer on `corpus`; digits stay single, any byte can be written."""
+def make_tokenizer(corpus: Iterable[str], vocab_size: int, max_positions: int, *, takes_images: bool = False) -> Any:
+    """Train a tokenizer on `corpus`; every digit is a token, and any byte can be encoded."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -62,7 +62,7 @@ def make_tokenizer(corpus: Iterable[str], vocab_size: int, max_positions: int, *
     core.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[*SPECIAL_TOKENS, IMAGE_TOKEN] if sees_images else SPECIAL_TOKENS,
+        special_tokens=[*SPECIAL_TOKENS, IMAGE_TOKEN] if takes_images else SPECIAL_TOKENS,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -74,5 +74,5 @@ def make_tokenizer(corpus: Iterable[str], vocab_size: int, max_positions: int, *
         model_max_length=max_positions,
         clean_up_tokenization_spaces=False,
     )
-    tokenizer.chat_template = VISION_TEMPLATE if sees_images else CHAT_TEMPLATE
+    tokenizer.chat_template = VISION_TEMPLATE if takes_images else CHAT_TEMPLATE
     return tokenizer

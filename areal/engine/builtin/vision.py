@@ -1,7 +1,7 @@
 """`builtin:tiny-vision`: a 0.3-million-parameter LLaVA that has begun to count and name coloured shapes, and no more.
 
 A CLIP vision tower, LLaVA's projector and a Qwen3, computed by transformers, with CLIP's image processor: everything
-that a large one has. Warm-up teaches the form of an answer and a part of the skill on training pictures.
+that a large one has. Warm-up teaches the form of an answer and a part of the skill, on training images.
 """
 
 import json
@@ -20,52 +20,52 @@ from areal.engine.builtin.tokenizer import IMAGE_TOKEN, make_tokenizer
 from areal.engine.training.engine import TokenBatch, TrainingEngine
 from areal.engine.training.packing import Span
 from areal.engine.training.supervised import mean_nll
-from areal.engine.transformers.model import TransformersModel, quiet
+from areal.engine.transformers.model import TransformersModel, no_progress_bars
 from areal.engine.transformers.runner import TransformersRunner
 from areal.engine.transformers.training import TransformersTraining
 from areal.utils.hf_utils import load_hf_processor
 
-EDITION = 3
+_EDITION = 3
 """Part of the cache's name: raise it when anything below changes the model."""
-SEED = 20
-PATCH = 8
-VOCABULARY = 384
-MAX_POSITIONS = 2048
-LESSONS = 1024
-"""Training pictures that warm-up goes through again and again: reading one costs as much as learning from it."""
-BATCH = 64
-ENOUGH = 0.35
-"""Warm-up ends when this share of sampled answers on validation pictures is right."""
-MAX_STEPS = 400
-CHECK_STEPS = 5
-ANSWER_TOKENS = 6
+_SEED = 20
+_PATCH = 8
+_VOCABULARY = 384
+_MAX_POSITIONS = 2048
+_LESSONS = 1024
+"""Training images that warm-up repeats: drawing one costs as much as learning from it."""
+_BATCH = 64
+_TARGET_SUCCESS = 0.35
+"""Warm-up ends when this share of sampled answers on validation images is right."""
+_MAX_STEPS = 400
+_CHECK_STEPS = 5
+_ANSWER_TOKENS = 6
 
 
 def tiny_vision(report: Report) -> Path:
-    """The model's directory; the model is made now if it is not there."""
-    return cached(f"tiny-vision-{EDITION}", make, report)
+    """The model's directory; the model is made now if it is not cached."""
+    return cached(f"tiny-vision-{_EDITION}", _make, report)
 
 
-def make(directory: Path, report: Report) -> None:
+def _make(directory: Path, report: Report) -> None:
     """Make the model and write it to `directory` in Hugging Face's format."""
     write_untrained(directory)
-    model = TransformersModel(directory, learns=True)
+    model = TransformersModel(directory, trainable=True)
     _warm_up(model, load_hf_processor(directory), report)
     model.save(directory)
 
 
 def write_untrained(directory: Path) -> None:
-    """The same with random weights."""
+    """Write the model with random weights."""
     tokenizer = _write_processor(directory)
-    with torch.random.fork_rng(devices=[]), quiet():
-        torch.manual_seed(SEED)
+    with torch.random.fork_rng(devices=[]), no_progress_bars():
+        torch.manual_seed(_SEED)
         _untrained(tokenizer).save_pretrained(directory)
 
 
 def _write_processor(directory: Path) -> Any:
     """The tokenizer and what CLIP's image processor and LLaVA's processor read."""
     corpus = [json.dumps([SHAPES_QUESTION, drawing.answer]) for drawing in islice(SHAPES.problems("train"), 1000)]
-    tokenizer = make_tokenizer(corpus, VOCABULARY, MAX_POSITIONS, sees_images=True)
+    tokenizer = make_tokenizer(corpus, _VOCABULARY, _MAX_POSITIONS, takes_images=True)
     tokenizer.save_pretrained(directory)
     square = {"height": IMAGE_SIZE, "width": IMAGE_SIZE}
     image_processor = {
@@ -77,7 +77,7 @@ def _write_processor(directory: Path) -> Any:
     processor = {
         "processor_class": "LlavaProcessor",
         "image_token": IMAGE_TOKEN,
-        "patch_size": PATCH,
+        "patch_size": _PATCH,
         "vision_feature_select_strategy": "default",
         "num_additional_image_tokens": 1,
     }
@@ -95,7 +95,7 @@ def _untrained(tokenizer: Any) -> Any:
         num_hidden_layers=2,
         num_attention_heads=4,
         image_size=IMAGE_SIZE,
-        patch_size=PATCH,
+        patch_size=_PATCH,
         initializer_range=0.1,
     )
     text = Qwen3Config(
@@ -106,7 +106,7 @@ def _untrained(tokenizer: Any) -> Any:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=24,
-        max_position_embeddings=MAX_POSITIONS,
+        max_position_embeddings=_MAX_POSITIONS,
         tie_word_embeddings=True,
         eos_token_id=tokenizer.eos_token_id,
     )
@@ -122,25 +122,25 @@ def _untrained(tokenizer: Any) -> Any:
 
 def _warm_up(model: TransformersModel, processor: Any, report: Report) -> None:
     optimizer = OptimizerConfig(lr=2e-3, warmup_steps=50, beta2=0.95)
-    engine = TrainingEngine(TransformersTraining(model), optimizer, total_steps=MAX_STEPS)
+    engine = TrainingEngine(TransformersTraining(model), optimizer, total_steps=_MAX_STEPS)
     prompt = _prompt(processor)
-    lessons = islice(SHAPES.problems("train", SEED), LESSONS)
+    lessons = islice(SHAPES.problems("train", _SEED), _LESSONS)
     spans = cycle([_span(drawing, prompt, processor.tokenizer) for drawing in lessons])
-    for step in range(1, MAX_STEPS + 1):
-        engine.train_batch(_batch(list(islice(spans, BATCH))), mean_nll)
-        if step % CHECK_STEPS == 0:
+    for step in range(1, _MAX_STEPS + 1):
+        engine.train_batch(_batch(list(islice(spans, _BATCH))), mean_nll)
+        if step % _CHECK_STEPS == 0:
             success = _success(model, prompt, processor.tokenizer)
-            report(f"warming up the built-in vision model: step {step}, success {success:.2f} of {ENOUGH:.2f}")
-            if success >= ENOUGH:
+            report(f"warming up the built-in vision model: step {step}, success {success:.2f} of {_TARGET_SUCCESS:.2f}")
+            if success >= _TARGET_SUCCESS:
                 return
 
 
 def _prompt(processor: Any) -> list[int]:
-    """The ids of a task's messages: the same for each, as are question and size of the picture."""
+    """The ids of a task's messages: the same for each, because the question and the image's size are."""
     messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": SHAPES_QUESTION}]}]
     text = processor.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    picture = np.zeros((IMAGE_SIZE, IMAGE_SIZE, 3), dtype=np.uint8)
-    ids: list[int] = processor(text=[text], images=[picture], add_special_tokens=False)["input_ids"][0]
+    image = np.zeros((IMAGE_SIZE, IMAGE_SIZE, 3), dtype=np.uint8)
+    ids: list[int] = processor(text=[text], images=[image], add_special_tokens=False)["input_ids"][0]
     return ids
 
 
@@ -160,5 +160,5 @@ def _success(model: TransformersModel, prompt: Sequence[int], tokenizer: Any, pr
     drawings = list(islice(SHAPES.problems("valid"), problems))
     runner = TransformersRunner(model, caches=True)
     images = [(drawing.png(),) for drawing in drawings]
-    answers = sampled_answers(runner, tokenizer, [prompt] * problems, images, ANSWER_TOKENS)
+    answers = sampled_answers(runner, tokenizer, [prompt] * problems, images, _ANSWER_TOKENS)
     return sum(answer == drawing.answer for answer, drawing in zip(answers, drawings, strict=True)) / problems

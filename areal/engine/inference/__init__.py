@@ -1,1 +1,1 @@
-"""Generate tokens: the engine, its scheduler, sampler and caches, and how other processes reach it."""
+"""Generate tokens: the engine, its scheduler, sampler and caches, and its use from other processes."""

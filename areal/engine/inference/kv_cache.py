@@ -1,15 +1,11 @@
-"""Keys and values of sequences of about one length: one tensor, a slot for each.
+"""Keys and values of running sequences, a row each, and of the prompt that is computed in part.
 
-Slots are dense: the sequences in it own the first ones. Its number of slots grows by doubling.
+Rows live in pools by length: a sequence that outgrows its pool moves to one with twice the room. So memory follows the
+sequences' own lengths, not their number times the longest of them, and rows that are read together are about equally
+long. Only attention needs to know which slot of which pool a row has. It knows nothing of weights.
+
 Shapes: L positions that a slot has room for, K key-value heads, E head dimension.
 """
-
-# MERGED-DOC
-# Keys and values of running sequences, a row each, and of the prompt that is not complete.
-#
-# Rows live in pools by length: a sequence that outgrows its pool moves to one with twice the room. So memory follows what
-# sequences have, not how many there are times the longest of them, and those that are read together are about equally
-# long. Which slot of which pool a row has is nobody else's business but the attention's.
 
 from collections import Counter
 from collections.abc import Sequence
@@ -21,8 +17,10 @@ from torch import Tensor
 
 from areal.api.messages import Array
 
-FIRST_POSITIONS = 1024
-"""What a pool begins with, if that is a slot."""
+SMALLEST_POOL = 128
+"""Positions."""
+_FIRST_POSITIONS = 1024
+"""Positions that a new pool has room for, over all of its slots; one slot at least."""
 
 
 @dataclass(frozen=True)
@@ -34,30 +32,151 @@ class CacheShape:
     dtype: torch.dtype
 
     def zeros(self, slots: int, length: int) -> Tensor:
-        """Zeros, because what lies behind a sequence is read and hidden, and must be numbers."""
+        """Zeros, because positions after a sequence's end are read and masked, and must be numbers."""
         return torch.zeros(self.layers, slots, 2 * self.heads, length, self.head_dim, dtype=self.dtype)
 
 
+class KeyValueCache:
+    def __init__(self, shape: CacheShape, max_positions: int) -> None:
+        self.partial = KeyValuePool(shape, 0, slots=1)
+        """The prompt that is computed in part."""
+        self._shape = shape
+        self._max_positions = max_positions
+        self._pools: dict[int, KeyValuePool] = {}
+        """By capacity."""
+        self._slots: dict[int, CacheSlot] = {}
+        """By row."""
+        self._lengths = np.zeros(0, dtype=np.int64)
+        """How much of each row is in use."""
+        self._capacities = np.zeros(0, dtype=np.int64)
+
+    @property
+    def pools(self) -> "list[KeyValuePool]":
+        """Those that have rows, by capacity."""
+        return [pool for _, pool in sorted(self._pools.items()) if pool.owners]
+
+    def slot_of(self, row: int) -> "CacheSlot":
+        return self._slots[row]
+
+    def block(self, row: int, length: int) -> Tensor:
+        """The first positions of a row [layers,2K,length,E]."""
+        place = self._slots[row]
+        return place.pool.block(place.slot, length)
+
+    def put(self, row: int, length: int) -> None:
+        """Make a row for a sequence of that length; its old contents are lost."""
+        if row in self._slots:
+            self._free(row)
+        if row >= len(self._lengths):
+            self._lengths = _longer(self._lengths, 2 * (row + 1))
+            self._capacities = _longer(self._capacities, 2 * (row + 1))
+        self._assign(row, self._capacity(length))
+        self._lengths[row] = length
+
+    def keep(self, rows: int) -> None:
+        """Free all but the first `rows` rows."""
+        if len(self._slots) != rows:
+            for row in [row for row in self._slots if row >= rows]:
+                self._free(row)
+
+    def advance(self, lengths: Sequence[int]) -> None:
+        """The first rows are about to have these lengths."""
+        count = len(lengths)
+        self._lengths[:count] = lengths
+        grown = np.flatnonzero(self._lengths[:count] > self._capacities[:count]).tolist()
+        if not grown:
+            return
+        for capacity, number in Counter(self._capacity(lengths[row]) for row in grown).items():
+            self._pool(capacity, number)
+        # The last of a pool first, so that no other row moves into a slot that is about to be freed.
+        for row in sorted(grown, key=lambda row: -self._slots[row].slot):
+            held = self.block(row, lengths[row] - 1)
+            place = self._slots.pop(row)
+            self._assign(row, self._capacity(lengths[row]))
+            self.block(row, lengths[row] - 1)[:] = held
+            self._vacate(place, row)
+        self._pools = {size: pool for size, pool in self._pools.items() if pool.owners}
+
+    def move(self, source: int, target: int) -> None:
+        """Move the sequence in row `source` to row `target`, whose old contents are lost."""
+        if target in self._slots:
+            self._free(target)
+        place = self._slots[target] = self._slots.pop(source)
+        place.pool.owners[place.slot] = target
+        for column in (self._lengths, self._capacities):
+            column[target] = column[source]
+
+    def reserve_partial(self, length: int) -> None:
+        """Make room for that much of the prompt that is computed in part."""
+        if length > self.partial.capacity:
+            old = self.partial
+            self.partial = KeyValuePool(self._shape, min(max(length, 2 * old.capacity), self._max_positions), slots=1)
+            self.partial.block(0, old.capacity)[:] = old.block(0, old.capacity)
+
+    def _capacity(self, length: int) -> int:
+        """Of the pool for sequences of that length."""
+        capacity = SMALLEST_POOL
+        while capacity < length:
+            capacity *= 2
+        return min(capacity, self._max_positions)
+
+    def _pool(self, capacity: int, more: int) -> "KeyValuePool":
+        """The pool of that capacity, with room for `more` more sequences."""
+        if capacity not in self._pools:
+            self._pools[capacity] = KeyValuePool(self._shape, capacity)
+        pool = self._pools[capacity]
+        if pool.reserve(len(pool.owners) + more):  # memory grows: give back the pools that are empty
+            self._pools = {size: each for size, each in self._pools.items() if each.owners or each is pool}
+        return pool
+
+    def _assign(self, row: int, capacity: int) -> None:
+        pool = self._pool(capacity, 1)
+        self._slots[row] = CacheSlot(pool, len(pool.owners))
+        self._capacities[row] = capacity
+        pool.owners.append(row)
+
+    def _free(self, row: int) -> None:
+        self._vacate(self._slots.pop(row), row)
+
+    def _vacate(self, place: "CacheSlot", row: int) -> None:
+        """The last of the pool moves into the slot."""
+        pool, last = place.pool, place.pool.owners.pop()
+        if last != row:
+            length = int(self._lengths[last])
+            pool.block(place.slot, length)[:] = pool.block(len(pool.owners), length)
+            pool.owners[place.slot] = last
+            self._slots[last].slot = place.slot
+
+
 class KeyValuePool:
+    """Sequences of about one length: one tensor, a slot for each.
+
+    Slots are dense: the sequences own the first ones. Their number grows by doubling.
+    """
+
     def __init__(self, shape: CacheShape, capacity: int, slots: int = 0) -> None:
         """`capacity` is L."""
+        self.shape = shape
         self.capacity = capacity
         self.owners: list[int] = []
-        """Who has each slot."""
-        self.shape = shape
-        self._replace(shape.zeros(slots, capacity))
+        """The row that has each slot."""
+        self.data = shape.zeros(slots, capacity)
+        """[layers,slots,2K,L,E]"""
+        self.flat, self._starts = self._views()
+        """Each layer as [slots*2K*L,E], and where in it each head of each slot begins."""
 
     @property
     def slots(self) -> int:
         return int(self.data.shape[1])
 
     def reserve(self, slots: int) -> bool:
-        """Room for that many; whether it had to grow."""
+        """Make room for that many; return whether the pool had to grow."""
         if slots <= self.slots:
             return False
-        new = self.shape.zeros(max(slots, 2 * self.slots, FIRST_POSITIONS // self.capacity), self.capacity)
+        new = self.shape.zeros(max(slots, 2 * self.slots, _FIRST_POSITIONS // self.capacity), self.capacity)
         new[:, : self.slots] = self.data
-        self._replace(new)
+        self.data = new
+        self.flat, self._starts = self._views()
         return True
 
     def places(self, slots: Tensor | slice, positions: Tensor) -> Tensor:
@@ -74,136 +193,16 @@ class KeyValuePool:
         """The first positions of a slot [layers,2K,length,E]."""
         return self.data[:, slot, :, :length]
 
-    def _replace(self, data: Tensor) -> None:
-        self.data = data
-        self.flat = [layer.flatten(0, 2) for layer in data.unbind(0)]
-        """Each layer as [slots*2K*L,E]."""
-        slots, heads = data.shape[1:3]
-        self._starts = torch.arange(slots * heads).view(slots, heads) * self.capacity
-
-
-SMALLEST_POOL = 128
-"""Positions."""
+    def _views(self) -> tuple[list[Tensor], Tensor]:
+        slots, heads = self.data.shape[1:3]
+        starts = torch.arange(slots * heads).view(slots, heads) * self.capacity
+        return [layer.flatten(0, 2) for layer in self.data.unbind(0)], starts
 
 
 @dataclass
 class CacheSlot:
     pool: KeyValuePool
     slot: int
-
-
-class KeyValueCache:
-    def __init__(self, shape: CacheShape, max_positions: int) -> None:
-        self._shape = shape
-        self._max_positions = max_positions
-        self._pools: dict[int, KeyValuePool] = {}
-        """By capacity."""
-        self._homes: dict[int, CacheSlot] = {}
-        self._lengths = np.zeros(0, dtype=np.int64)
-        """How much of each row is in use."""
-        self._capacities = np.zeros(0, dtype=np.int64)
-        self.stage = KeyValuePool(shape, 0, slots=1)
-        """The prompt that is not complete."""
-
-    @property
-    def pools(self) -> list[KeyValuePool]:
-        """Those that have rows, by capacity."""
-        return [pool for _, pool in sorted(self._pools.items()) if pool.owners]
-
-    def home(self, row: int) -> CacheSlot:
-        return self._homes[row]
-
-    def block(self, row: int, length: int) -> Tensor:
-        """The first positions of a row [layers,2K,length,E]."""
-        home = self._homes[row]
-        return home.pool.block(home.slot, length)
-
-    def put(self, row: int, length: int) -> None:
-        """A row for a sequence of that length; what it held is gone."""
-        if row in self._homes:
-            self._free(row)
-        self._note_rows(row + 1)
-        self._settle(row, self._capacity(length))
-        self._lengths[row] = length
-
-    def keep(self, rows: int) -> None:
-        """Only the first `rows` rows are in use."""
-        if len(self._homes) != rows:
-            for row in [row for row in self._homes if row >= rows]:
-                self._free(row)
-
-    def advance(self, lengths: Sequence[int]) -> None:
-        """The first rows are about to have these lengths."""
-        count = len(lengths)
-        self._lengths[:count] = lengths
-        grown = np.flatnonzero(self._lengths[:count] > self._capacities[:count]).tolist()
-        if not grown:
-            return
-        for capacity, number in Counter(self._capacity(lengths[row]) for row in grown).items():
-            self._pool(capacity, number)
-        # The last of a pool first, so that nothing takes its place.
-        for row in sorted(grown, key=lambda row: -self._homes[row].slot):
-            held = self.block(row, lengths[row] - 1)
-            home = self._homes.pop(row)
-            self._settle(row, self._capacity(lengths[row]))
-            self.block(row, lengths[row] - 1)[:] = held
-            self._vacate(home, row)
-        self._pools = {size: pool for size, pool in self._pools.items() if pool.owners}
-
-    def move(self, source: int, target: int) -> None:
-        """Let the sequence in row `source` live in row `target`; what that held is gone."""
-        if target in self._homes:
-            self._free(target)
-        home = self._homes[target] = self._homes.pop(source)
-        home.pool.owners[home.slot] = target
-        for column in (self._lengths, self._capacities):
-            column[target] = column[source]
-
-    def reserve_stage(self, length: int) -> None:
-        """Room for that much of the prompt that is not complete."""
-        if length > self.stage.capacity:
-            old = self.stage
-            self.stage = KeyValuePool(self._shape, min(max(length, 2 * old.capacity), self._max_positions), slots=1)
-            self.stage.block(0, old.capacity)[:] = old.block(0, old.capacity)
-
-    def _capacity(self, length: int) -> int:
-        """Of the pool for sequences of that length."""
-        capacity = SMALLEST_POOL
-        while capacity < length:
-            capacity *= 2
-        return min(capacity, self._max_positions)
-
-    def _pool(self, capacity: int, more: int) -> KeyValuePool:
-        """With room for so many more."""
-        if capacity not in self._pools:
-            self._pools[capacity] = KeyValuePool(self._shape, capacity)
-        pool = self._pools[capacity]
-        if pool.reserve(len(pool.owners) + more):  # a good moment to give back what nobody needs any more
-            self._pools = {size: each for size, each in self._pools.items() if each.owners or each is pool}
-        return pool
-
-    def _settle(self, row: int, capacity: int) -> None:
-        pool = self._pool(capacity, 1)
-        self._homes[row] = CacheSlot(pool, len(pool.owners))
-        self._capacities[row] = capacity
-        pool.owners.append(row)
-
-    def _free(self, row: int) -> None:
-        self._vacate(self._homes.pop(row), row)
-
-    def _vacate(self, home: CacheSlot, row: int) -> None:
-        """The last of the pool takes the place that is free."""
-        pool, last = home.pool, home.pool.owners.pop()
-        if last != row:
-            length = int(self._lengths[last])
-            pool.block(home.slot, length)[:] = pool.block(len(pool.owners), length)
-            pool.owners[home.slot] = last
-            self._homes[last].slot = home.slot
-
-    def _note_rows(self, rows: int) -> None:
-        if rows > len(self._lengths):
-            self._lengths = _longer(self._lengths, 2 * rows)
-            self._capacities = _longer(self._capacities, 2 * rows)
 
 
 def _longer(column: Array, length: int) -> Array:

@@ -1,13 +1,17 @@
 """What the embedded engine asks of a model: next-token logits, with a cache row per running sequence."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 
 class ModelRunner(Protocol):
+    """Whole prompts, then one token each. Shapes: B sequences, V vocabulary."""
+
     @property
     def flat(self) -> Tensor:
         """Every parameter, in one float32 buffer that new weights are copied into."""
@@ -20,13 +24,13 @@ class ModelRunner(Protocol):
     def max_positions(self) -> int: ...
 
     def check(self, ids: Sequence[int], images: Sequence[bytes]) -> None:
-        """Raise RequestError for pictures that cannot be shown, before they can hurt others."""
+        """Raise RequestError for images that the model cannot take, before they can hurt other requests."""
         ...
 
     def prefill(
         self, rows: Sequence[int], prompts: Sequence[Sequence[int]], images: Sequence[tuple[bytes, ...]]
     ) -> Tensor:
-        """Fill cache rows with prompts and their pictures; return the logits [B,V] after each."""
+        """Fill cache rows with prompts and their images; return the logits [B,V] after each."""
         ...
 
     def decode(self, ids: Sequence[int], positions: Sequence[int]) -> Tensor:
@@ -34,7 +38,7 @@ class ModelRunner(Protocol):
         ...
 
     def move(self, source: int, target: int, length: int) -> None:
-        """Let the sequence in row `source` live in row `target`."""
+        """Move the sequence in row `source`, of that many tokens, to row `target`."""
         ...
 
 
@@ -47,8 +51,8 @@ class Piece:
     ids: list[int]
     start: int
     end: int
-    staged: bool = False
-    """The tokens before `start` were computed by earlier pieces; otherwise they are remembered."""
+    continued: bool = False
+    """Earlier pieces of the prompt computed the tokens before `start`; otherwise these are a cached prefix."""
     images: tuple[bytes, ...] = ()
 
     @property
@@ -58,7 +62,7 @@ class Piece:
 
 @runtime_checkable
 class MixedRunner(Protocol):
-    """What the engine can use beyond that: prompts in pieces beside running sequences, and remembered prefixes.
+    """What the engine can use beyond that: prompts in pieces, in one step with running sequences, and cached prefixes.
 
     A runner without these is driven through `WholePrompts`.
     """
@@ -70,10 +74,10 @@ class MixedRunner(Protocol):
 
     @property
     def shortest_prefix(self) -> int:
-        """Fewer tokens than these are not remembered."""
+        """Prefixes of fewer tokens are not cached."""
         ...
 
-    def known(self, ids: list[int]) -> int:
+    def cached_tokens(self, ids: list[int]) -> int:
         """How many tokens of a prompt need not be computed; never all."""
         ...
 
@@ -85,7 +89,40 @@ class MixedRunner(Protocol):
         ...
 
     def remember(self, row: int, ids: list[int]) -> None:
-        """A later prompt may begin with what the row holds."""
+        """Cache what the row holds: a later prompt may begin with it."""
         ...
 
     def move(self, source: int, target: int, length: int) -> None: ...
+
+
+class WholePrompts:
+    """A `MixedRunner` on a plain `ModelRunner`: a prompt is one piece, and no prefix is cached."""
+
+    chunk_tokens = sys.maxsize
+    shortest_prefix = sys.maxsize
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self.move = runner.move
+
+    def cached_tokens(self, ids: list[int]) -> int:
+        return 0
+
+    def forward(self, ids: Tensor, positions: Tensor, pieces: Sequence[Piece]) -> Tensor:
+        parts = []
+        if len(ids):
+            parts.append(self._runner.decode(ids.tolist(), positions.tolist()))
+        if pieces:
+            parts.append(self._prefill(pieces))
+        return torch.cat(parts)
+
+    def remember(self, row: int, ids: list[int]) -> None:
+        pass
+
+    def _prefill(self, pieces: Sequence[Piece]) -> Tensor:
+        pairs = [(row, piece) for piece in pieces for row in piece.rows]
+        logits = self._runner.prefill(
+            [row for row, _ in pairs], [piece.ids for _, piece in pairs], [piece.images for _, piece in pairs]
+        )
+        firsts = [i for i, (row, piece) in enumerate(pairs) if row == piece.rows[0]]
+        return logits[firsts]

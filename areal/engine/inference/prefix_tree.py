@@ -1,7 +1,7 @@
 """Keys and values of token sequences that may begin a later prompt: conversations, shared prompts.
 
-A tree whose nodes are runs of tokens; what two sequences have in common is stored once. The least recently used leaves
-leave when the budget is spent. It knows nothing of weights: who changes them calls `clear`.
+A radix tree: nodes are runs of tokens, so a prefix that several sequences share is stored once. The least recently used
+leaves are dropped when the budget is spent. It knows nothing of weights: whoever changes them calls `clear`.
 """
 
 from collections.abc import Sequence
@@ -14,39 +14,23 @@ TOKEN_DIM = 2
 """Where the tokens are in a block of keys and values [layers, heads, tokens, size]."""
 
 
-@dataclass(eq=False)
-class Node:
-    ids: list[int]
-    block: Tensor
-    parent: "Node | None"
-    children: "dict[int, Node]" = field(default_factory=dict)
-    used: int = 0
-
-    def shared(self, ids: Sequence[int], start: int) -> int:
-        """How many of this node's tokens `ids` has from `start` on."""
-        mine = self.ids
-        if mine == ids[start : start + len(mine)]:
-            return len(mine)
-        return next(i for i, token in enumerate(mine) if start + i >= len(ids) or ids[start + i] != token)
-
-
 class PrefixTree:
     def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes
         self.bytes = 0
         self._clock = 0
-        self._root = Node([], torch.empty(0), None)
+        self._root = _Node([], torch.empty(0), None)
 
     def clear(self) -> None:
         self._root.children.clear()
         self.bytes = 0
 
     def find(self, ids: list[int]) -> list[Tensor]:
-        """Blocks that together hold the longest known prefix of `ids`."""
+        """Blocks that together hold the longest stored prefix of `ids`."""
         return [node.block.narrow(TOKEN_DIM, 0, count) for node, count in self._path(ids)]
 
     def add(self, ids: list[int], block: Tensor) -> None:
-        """Remember `ids`; `block` has the keys and values of all of them, and the new ones are copied."""
+        """Store `ids`; `block` has the keys and values of all of them, and the new ones are copied."""
         parent, start = self._root, 0
         for node, count in self._path(ids):
             start += count
@@ -57,11 +41,11 @@ class PrefixTree:
         if self.bytes > self.budget_bytes:
             self._evict()
 
-    def _path(self, ids: list[int]) -> list[tuple[Node, int]]:
+    def _path(self, ids: list[int]) -> "list[tuple[_Node, int]]":
         """Nodes along `ids`, each with how many of its tokens match; only the last may match in part."""
         self._clock += 1
         node, start = self._root, 0
-        path: list[tuple[Node, int]] = []
+        path: list[tuple[_Node, int]] = []
         while start < len(ids) and (child := node.children.get(ids[start])) is not None:
             count = child.shared(ids, start)
             child.used = self._clock
@@ -71,14 +55,14 @@ class PrefixTree:
             node, start = child, start + count
         return path
 
-    def _attach(self, parent: Node, ids: list[int], block: Tensor) -> Node:
-        node = Node(ids, block, parent, used=self._clock)
+    def _attach(self, parent: "_Node", ids: list[int], block: Tensor) -> "_Node":
+        node = _Node(ids, block, parent, used=self._clock)
         parent.children[ids[0]] = node
         self.bytes += block.nbytes
         return node
 
-    def _split(self, node: Node, count: int) -> Node:
-        """Let the first `count` tokens of a node be a node of their own, and return it."""
+    def _split(self, node: "_Node", count: int) -> "_Node":
+        """Make the first `count` tokens of a node a node of their own, and return it."""
         assert node.parent is not None
         self.bytes -= node.block.nbytes
         head = self._attach(node.parent, node.ids[:count], node.block.narrow(TOKEN_DIM, 0, count).clone())
@@ -89,7 +73,7 @@ class PrefixTree:
         return head
 
     def _evict(self) -> None:
-        """Drop leaves, the longest unused first, until a tenth of the budget is free."""
+        """Drop leaves, the least recently used first, until a tenth of the budget is free."""
         while self.bytes > 0.9 * self.budget_bytes:
             for leaf in sorted(self._leaves(), key=lambda node: node.used):
                 if self.bytes <= 0.9 * self.budget_bytes:
@@ -98,7 +82,7 @@ class PrefixTree:
                 del leaf.parent.children[leaf.ids[0]]
                 self.bytes -= leaf.block.nbytes
 
-    def _leaves(self) -> list[Node]:
+    def _leaves(self) -> "list[_Node]":
         nodes, leaves = list(self._root.children.values()), []
         while nodes:
             node = nodes.pop()
@@ -106,3 +90,20 @@ class PrefixTree:
             if not node.children:
                 leaves.append(node)
         return leaves
+
+
+@dataclass(eq=False)
+class _Node:
+    ids: list[int]
+    block: Tensor
+    parent: "_Node | None"
+    children: "dict[int, _Node]" = field(default_factory=dict)
+    used: int = 0
+    """When it was last looked up, by the tree's own count."""
+
+    def shared(self, ids: Sequence[int], start: int) -> int:
+        """How many of this node's tokens `ids` has from `start` on."""
+        mine = self.ids
+        if mine == ids[start : start + len(mine)]:
+            return len(mine)
+        return next(i for i, token in enumerate(mine) if start + i >= len(ids) or ids[start + i] != token)

@@ -1,10 +1,8 @@
-"""Streamed tokens on their way over a channel: gathered at one end, sorted into streams at the other.
+"""An engine in another process, over a channel: `RemoteEngine` at the caller's end, `engine_handlers` at the engine's.
 
-All that one decode step draws travels in one message; a stream's call returns the whole answer behind its last tokens.
+Streamed tokens are gathered: all that one decode step draws travels in one message. The call of a stream returns the
+whole answer after its last tokens.
 """
-
-# MERGED-DOC
-# An engine in another process, spoken to over a channel.
 
 import asyncio
 import itertools
@@ -17,85 +15,27 @@ from areal.api.errors import EngineError
 from areal.api.io_struct import ModelRequest, ModelResponse, TokenChunk
 from areal.infra.rpc.channel import Channel, ChannelClosed, Handler
 
-TOKENS = "tokens"
-"""The message: a list of [stream, tokens, logprobs, versions]."""
-
-
-class TokenFeed:
-    """The engine's end."""
-
-    def __init__(self, engine: Any, channel: Channel) -> None:
-        self._engine = engine
-        self._channel = channel
-        self._parcels: list[list[Any]] = []
-
-    async def astream(self, stream: int, req: ModelRequest) -> ModelResponse:
-        async with aclosing(self._engine.astream(req)) as chunks:
-            async for chunk in chunks:
-                if chunk.response is not None:
-                    break
-                self._send(stream, chunk)
-                await self._channel.drain()
-        response: ModelResponse = chunk.response
-        return response
-
-    def _send(self, stream: int, chunk: TokenChunk) -> None:
-        if not self._parcels:
-            asyncio.get_running_loop().call_soon(self._flush)
-        self._parcels.append([stream, chunk.tokens, chunk.logprobs, chunk.versions])
-
-    def _flush(self) -> None:
-        parcels, self._parcels = self._parcels, []
-        if self._channel.is_open:
-            self._channel.notify(TOKENS, parcels)
-
-
-class Inbox:
-    """The caller's end of one stream: what has arrived and was not taken yet."""
-
-    def __init__(self) -> None:
-        self.arrived = asyncio.Event()
-        self._pending = TokenChunk([], [], [])
-        self._taken = 0
-
-    def add(self, tokens: list[int], logprobs: list[float], versions: list[int]) -> None:
-        self._pending.tokens += tokens
-        self._pending.logprobs += logprobs
-        self._pending.versions += versions
-        self.arrived.set()
-
-    def take(self, response: ModelResponse | None) -> TokenChunk:
-        """What is new; with the whole answer, everything that was not taken before."""
-        self.arrived.clear()
-        chunk, self._pending = self._pending, TokenChunk([], [], [])
-        if response is not None:
-            at = self._taken
-            chunk = TokenChunk(
-                response.output_tokens[at:], response.output_logprobs[at:], response.output_versions[at:], response
-            )
-        self._taken += len(chunk.tokens)
-        return chunk
-
-
 CONTROL_SECONDS = 60.0
 """How long a control call may take: it is served between two decode steps."""
+_TOKENS = "tokens"
+"""The message with streamed tokens: a list of [stream, tokens, logprobs, versions]."""
 
 
 class RemoteEngine:
-    """Implements `InferenceEngine`. The channel is its own: streamed tokens arrive there."""
+    """Implements `InferenceEngine`. The channel belongs to it: streamed tokens arrive there."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._streams: dict[int, Inbox] = {}
+        self._streams: dict[int, _Inbox] = {}
         self._numbers = itertools.count()
-        channel.handlers[TOKENS] = self._receive
+        channel.handlers[_TOKENS] = self._receive
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
         response: ModelResponse = await self._call("agenerate", req, timeout_seconds=None)
         return response
 
     async def astream(self, req: ModelRequest) -> AsyncGenerator[TokenChunk, None]:
-        stream, inbox = next(self._numbers), Inbox()
+        stream, inbox = next(self._numbers), _Inbox()
         self._streams[stream] = inbox
         call = asyncio.ensure_future(self._call("astream", stream, req, timeout_seconds=None))
         call.add_done_callback(lambda _: inbox.arrived.set())
@@ -135,7 +75,7 @@ class RemoteEngine:
 
     def _receive(self, parcels: list[Any]) -> None:
         for stream, *parts in parcels:
-            if stream in self._streams:  # else its reader is gone, and the engine hears of it
+            if stream in self._streams:  # otherwise its reader is gone, and the cancelled call stops the engine
                 self._streams[stream].add(*parts)
 
     async def _call(self, method: str, *args: Any, timeout_seconds: float | None = CONTROL_SECONDS) -> Any:
@@ -145,8 +85,64 @@ class RemoteEngine:
             raise EngineError(f"the engine is gone: {error}") from None
 
 
+class _Inbox:
+    """The tokens of one stream that have arrived and were not taken yet."""
+
+    def __init__(self) -> None:
+        self.arrived = asyncio.Event()
+        self._pending = TokenChunk([], [], [])
+        self._taken = 0
+
+    def add(self, tokens: list[int], logprobs: list[float], versions: list[int]) -> None:
+        self._pending.tokens += tokens
+        self._pending.logprobs += logprobs
+        self._pending.versions += versions
+        self.arrived.set()
+
+    def take(self, response: ModelResponse | None) -> TokenChunk:
+        """The new tokens; with the whole answer, all that were not taken before."""
+        self.arrived.clear()
+        chunk, self._pending = self._pending, TokenChunk([], [], [])
+        if response is not None:
+            at = self._taken
+            chunk = TokenChunk(
+                response.output_tokens[at:], response.output_logprobs[at:], response.output_versions[at:], response
+            )
+        self._taken += len(chunk.tokens)
+        return chunk
+
+
 def engine_handlers(engine: Any, channel: Channel | None = None) -> dict[str, Handler]:
-    """The other end: what a process that holds `engine` answers; streams need the channel they go back on."""
+    """What a process that holds `engine` answers; streams need the channel that their tokens go back on."""
     verbs = ("agenerate", "update_weights", "pause", "resume", "health", "activity", "pauses")
     handlers: dict[str, Handler] = {verb: getattr(engine, verb) for verb in verbs if hasattr(engine, verb)}
-    return handlers if channel is None else handlers | {"astream": TokenFeed(engine, channel).astream}
+    return handlers if channel is None else handlers | {"astream": _TokenSender(engine, channel).astream}
+
+
+class _TokenSender:
+    """Sends the tokens of an engine's streams over a channel."""
+
+    def __init__(self, engine: Any, channel: Channel) -> None:
+        self._engine = engine
+        self._channel = channel
+        self._parcels: list[list[Any]] = []
+
+    async def astream(self, stream: int, req: ModelRequest) -> ModelResponse:
+        async with aclosing(self._engine.astream(req)) as chunks:
+            async for chunk in chunks:
+                if chunk.response is not None:
+                    break
+                self._send(stream, chunk)
+                await self._channel.drain()
+        response: ModelResponse = chunk.response
+        return response
+
+    def _send(self, stream: int, chunk: TokenChunk) -> None:
+        if not self._parcels:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._parcels.append([stream, chunk.tokens, chunk.logprobs, chunk.versions])
+
+    def _flush(self) -> None:
+        parcels, self._parcels = self._parcels, []
+        if self._channel.is_open:
+            self._channel.notify(_TOKENS, parcels)

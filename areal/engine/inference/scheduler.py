@@ -1,115 +1,149 @@
-"""Which prompts, and how much of each, share the next step with the running sequences.
+"""Which sequences share the next step, and how much of each prompt: two queues, and what moves between them.
 
-First come, first served. Equal prompts are computed once, and a prompt that begins like one of this step waits until
-the next, where that beginning is remembered. At most one prompt is computed in part; it is the first in the queue.
+Sequences wait, first come, first served; then they run, one token per step, until they end. Equal prompts are computed
+once, and a prompt that begins like another of the same step waits until the next one, where that beginning is cached.
+
+Invariants:
+- The i-th running sequence owns cache row i; when one leaves, the last takes its row.
+- At most one prompt is computed in part, and it is the first that waits.
 """
 
-# MERGED-DOC
-# Drive a runner that takes whole prompts only: a prompt has one piece, and nothing is remembered.
-
-import sys
 from collections import deque
-from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from areal.engine.inference.model_runner import MixedRunner, ModelRunner, Piece
+from areal.engine.inference.batch import RunningBatch
+from areal.engine.inference.model_runner import MixedRunner, Piece
 from areal.engine.inference.sequence import SequenceState
 
 
 class StepScheduler:
-    def __init__(self, runner: MixedRunner) -> None:
+    def __init__(self, runner: MixedRunner, max_running: int) -> None:
+        self.running = RunningBatch(max_running)
+        self.some_ended = False
+        """A running sequence is done, and `remove_ended` has something to do."""
+        self._waiting: deque[SequenceState] = deque()
         self._runner = runner
-        self._queue: deque[SequenceState] = deque()
+        self._max_running = max_running
         self._partial: SequenceState | None = None
+        """The waiting sequence whose first `_computed` tokens earlier steps computed."""
         self._computed = 0
-        """Tokens of `_partial` that need not be computed any more."""
-        self.sources: list[int] = []
-        """For each sequence that joins in this step, the piece that is its prompt's last."""
+        self._cache_is_stale = False
 
     def __len__(self) -> int:
-        return len(self._queue)
+        return len(self._waiting) + len(self.running)
 
     @property
-    def begun(self) -> list[SequenceState]:
-        """Those that have drawn tokens under weights that are gone."""
-        return [sequence for sequence in self._queue if sequence.drawn]
+    def waiting(self) -> int:
+        """How many have not drawn a token."""
+        return len(self._waiting) - len(self.restarting)
+
+    @property
+    def restarting(self) -> list[SequenceState]:
+        """Those that wait to go on under new weights."""
+        return [sequence for sequence in self._waiting if sequence.drawn]
 
     def add(self, sequence: SequenceState) -> None:
-        self._queue.append(sequence)
+        self._waiting.append(sequence)
 
-    def discard(self, sequence: SequenceState) -> None:
-        """Forget a sequence, if it is here."""
-        if sequence in self._queue:
-            self._queue.remove(sequence)
+    def schedule(self) -> "Step":
+        """What to compute next. Sequences whose prompts this completes are running from here on."""
+        self.remove_ended()
+        if self._cache_is_stale:
+            self._partial = None
+            self._waiting.extendleft(reversed(self.running.clear()))
+            self._cache_is_stale = False
+        step = Step(self.running.ids, self.running.positions)
+        if self._waiting:
+            self._add_prompts(step, self._max_running)
+        return step
+
+    def restart(self) -> None:
+        """The weights have changed: nothing in the cache holds, and running sequences are computed again first."""
+        self._cache_is_stale = True
+
+    def remove_ended(self) -> None:
+        """Free the rows of sequences that are done; a later prompt may begin with one of them and its answer."""
+        if not self.some_ended:
+            return
+        self.some_ended = False
+        running = self.running
+        for row in reversed(range(len(running))):  # so that the last row, which moves, is never one that ended
+            sequence = running.sequences[row]
+            if not sequence.done.done():
+                continue
+            if not sequence.done.cancelled() and not self._cache_is_stale:
+                self._runner.remember(row, sequence.ids[:-1])
+            moved = running.leave(row)
+            if moved is not None:
+                self._runner.move(moved, row, len(running.sequences[row].ids))
+
+    def abort(self, sequence: SequenceState) -> None:
+        """The caller is gone: a waiting sequence leaves now, a running one before the next step, a finished one has."""
+        sequence.done.cancel()
+        self.some_ended = True
+        if sequence in self._waiting:
+            self._waiting.remove(sequence)
             self._forget_partial(sequence)
 
-    def begin_again(self, sequences: list[SequenceState]) -> None:
-        """The weights have changed: nothing that was computed holds, and who was running goes first."""
-        self._partial = None
-        self._queue.extendleft(reversed(sequences))
-
     def clear(self) -> list[SequenceState]:
-        sequences = list(self._queue)
-        self._queue.clear()
+        """Remove all, and return them."""
+        sequences = [*self._waiting, *self.running.clear()]
+        self._waiting.clear()
         return sequences
 
-    def pieces(self, first_row: int, room: int) -> tuple[list[Piece], list[SequenceState]]:
-        """What to compute, and who joins the running in rows from `first_row` on when it is done."""
-        if not self._queue:
-            return [], []
-        budget, step = self._runner.chunk_tokens, _Step(first_row)
-        while self._queue and len(step.joining) < room and budget > 0:
-            sequence = self._queue[0]
-            if sequence.done.done():
-                self.discard(sequence)
+    def _add_prompts(self, step: "Step", max_running: int) -> None:
+        """Fill the step with prompts, as far as there are rows and tokens for them."""
+        budget = self._runner.chunk_tokens
+        while self._waiting and len(self.running) < max_running and budget > 0:
+            sequence = self._waiting[0]
+            if sequence.done.done() or step.join_equal(sequence, self.running):
+                self._forget_partial(sequence)
+                self._waiting.popleft()
                 continue
-            if step.join_equal(sequence):
-                self._queue.popleft()
-                continue
-            staged = sequence is self._partial
-            start = self._computed if staged else self._runner.known(sequence.ids)
+            continued = sequence is self._partial
+            start = self._computed if continued else self._runner.cached_tokens(sequence.ids)
             if step.begins_alike(sequence, start, self._runner.shortest_prefix):
                 break
             end = min(len(sequence.ids), start + budget)
-            step.add(sequence, start, end, staged)
+            step.add(sequence, start, end, continued, self.running)
             budget -= end - start
             if end < len(sequence.ids):
                 self._partial, self._computed = sequence, end
                 break
             self._forget_partial(sequence)
-            self._queue.popleft()
-        self.sources = step.sources
-        return step.pieces, step.joining
+            self._waiting.popleft()
 
     def _forget_partial(self, sequence: SequenceState) -> None:
         if sequence is self._partial:
             self._partial = None
 
 
-class _Step:
-    """What has been chosen for one step so far."""
+class Step:
+    """The next token of each sequence that was running, and pieces of prompts."""
 
-    def __init__(self, first_row: int) -> None:
-        self._first_row = first_row
+    def __init__(self, ids: Tensor, positions: Tensor) -> None:
+        self.ids = ids
+        self.positions = positions
         self.pieces: list[Piece] = []
-        self.joining: list[SequenceState] = []
-        self.sources: list[int] = []
-        self._whole: dict[tuple[tuple[int, ...], tuple[bytes, ...]], int] = {}
+        self._sources: list[int] = []
+        """For each sequence that joins, the piece that completes its prompt."""
+        self._complete: dict[tuple[tuple[int, ...], tuple[bytes, ...]], int] = {}
+        """By prompt and images, the piece that completes them."""
         self._beginnings: set[tuple[int, tuple[int, ...]]] = set()
 
-    def join_equal(self, sequence: SequenceState) -> bool:
-        """Whether the same prompt is computed anyway; then it joins."""
-        source = self._whole.get((tuple(sequence.ids), sequence.images))
+    def join_equal(self, sequence: SequenceState, running: RunningBatch) -> bool:
+        """Whether this step computes the same prompt anyway; then the sequence joins."""
+        source = self._complete.get((tuple(sequence.ids), sequence.images))
         if source is None:
             return False
-        self._join(sequence, source)
-        self.pieces[source].rows.append(self._first_row + len(self.joining) - 1)
+        self.pieces[source].rows.append(len(running))
+        self._sources.append(source)
+        running.join(sequence)
         return True
 
     def begins_alike(self, sequence: SequenceState, start: int, length: int) -> bool:
-        """Whether what has to be computed begins like something that was chosen."""
+        """Whether what has to be computed begins like something that this step computes; noted if not."""
         if len(sequence.ids) - start <= length:
             return False
         beginning = (start, tuple(sequence.ids[start : start + length]))
@@ -118,47 +152,19 @@ class _Step:
         self._beginnings.add(beginning)
         return False
 
-    def add(self, sequence: SequenceState, start: int, end: int, staged: bool) -> None:
-        row = self._first_row + len(self.joining)
-        piece = Piece([row], list(sequence.ids), start, end, staged, sequence.images)
+    def add(self, sequence: SequenceState, start: int, end: int, continued: bool, running: RunningBatch) -> None:
+        """Compute the tokens from `start` to `end`; a sequence whose prompt they complete joins."""
+        piece = Piece([len(running)], list(sequence.ids), start, end, continued, sequence.images)
         self.pieces.append(piece)
         if piece.last:
-            self._whole[tuple(sequence.ids), sequence.images] = len(self.pieces) - 1
-            self._join(sequence, len(self.pieces) - 1)
+            source = len(self.pieces) - 1
+            self._complete[tuple(sequence.ids), sequence.images] = source
+            self._sources.append(source)
+            running.join(sequence)
 
-    def _join(self, sequence: SequenceState, source: int) -> None:
-        self.joining.append(sequence)
-        self.sources.append(source)
-
-
-class WholePrompts:
-    """Implements `MixedRunner`."""
-
-    chunk_tokens = sys.maxsize
-    shortest_prefix = sys.maxsize
-
-    def __init__(self, runner: ModelRunner) -> None:
-        self._runner = runner
-        self.move = runner.move
-
-    def known(self, ids: list[int]) -> int:
-        return 0
-
-    def forward(self, ids: Tensor, positions: Tensor, pieces: Sequence[Piece]) -> Tensor:
-        parts = []
-        if len(ids):
-            parts.append(self._runner.decode(ids.tolist(), positions.tolist()))
-        if pieces:
-            parts.append(self._prefill(pieces))
-        return torch.cat(parts)
-
-    def remember(self, row: int, ids: list[int]) -> None:
-        pass
-
-    def _prefill(self, pieces: Sequence[Piece]) -> Tensor:
-        homes = [(row, piece) for piece in pieces for row in piece.rows]
-        logits = self._runner.prefill(
-            [row for row, _ in homes], [piece.ids for _, piece in homes], [piece.images for _, piece in homes]
-        )
-        firsts = [i for i, (row, piece) in enumerate(homes) if row == piece.rows[0]]
-        return logits[firsts]
+    def logits_of_running(self, logits: Tensor) -> Tensor:
+        """One row of logits for each running sequence, from what the runner computed for the step."""
+        if all(len(piece.rows) == 1 for piece in self.pieces):
+            return logits
+        first = len(self.ids)  # equal prompts were computed once
+        return logits[[*range(first), *(first + source for source in self._sources)]]

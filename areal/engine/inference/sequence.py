@@ -1,4 +1,4 @@
-"""One request on its way through an engine: what was asked, what has been drawn, and when it ends. Needs no torch."""
+"""One request on its way through an engine: its prompt, the tokens drawn so far, and when it ends. Needs no torch."""
 
 import asyncio
 import secrets
@@ -14,7 +14,7 @@ from areal.api.messages import Array
 from areal.config.rollout import GenerationHyperparameters
 from areal.engine.inference.grammar import GrammarState
 
-SLACK_TOKENS = 8
+_SLACK_TOKENS = 8
 """Tokens looked at beyond a stop text's bytes, because the first of them may begin in the middle of a character."""
 
 
@@ -22,7 +22,7 @@ SLACK_TOKENS = 8
 class SequenceState:
     gconfig: GenerationHyperparameters
     ids: list[int]
-    """Prompt, then what was drawn."""
+    """The prompt, then the tokens drawn."""
     prompt_length: int
     stops: frozenset[int]
     """Stop tokens that the model can draw."""
@@ -30,24 +30,18 @@ class SequenceState:
     tokenizer: Any
     """Reads stop texts; None when there are none."""
     images: tuple[bytes, ...] = ()
-    """Encoded pictures in the order of their places in the prompt."""
+    """Encoded images, in the order of their placeholders in the prompt."""
     done: asyncio.Future[ModelResponse] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     grown: asyncio.Event | None = None
-    """Set at every token; None unless somebody streams them."""
+    """Set at every token; None unless the request is streamed."""
     grammar: GrammarState | None = None
-    """Where the answer stands in the grammar it must follow; None = it may be anything."""
-
-    @property
-    def simple(self) -> bool:
-        """Nothing is asked of it but to end at a stop token or at its length, and nobody watches it grow."""
-        early = self.stops and self.gconfig.min_new_tokens > 0
-        return self.grammar is None and self.grown is None and not self.gconfig.stop and not early
+    """The state of the grammar that the answer must follow; None = it may be anything."""
 
     @classmethod
     def of(cls, req: ModelRequest, *, vocab_size: int, max_positions: int, tokenizer: Any) -> "SequenceState":
-        """A request that the model can serve; an impossible one is refused here, before it can hurt others."""
+        """The start of a request; one that the model cannot serve is refused here, before it can hurt others."""
         g = req.gconfig
         if len(req.input_ids) + g.max_new_tokens > max_positions:
             raise ContextLengthError(
@@ -55,7 +49,10 @@ class SequenceState:
                 f"exceed the model's {max_positions} positions; shorten the prompt or lower max_new_tokens"
             )
         if min(req.input_ids) < 0 or max(req.input_ids) >= vocab_size:
-            raise RequestError(f"input_ids must lie in [0, {vocab_size}); a token of another tokenizer?")
+            wrong = next(token for token in req.input_ids if not 0 <= token < vocab_size)
+            raise RequestError(
+                f"input_ids must lie in [0, {vocab_size}), got {wrong}; encode prompts with the model's own tokenizer"
+            )
         if g.stop and tokenizer is None:
             raise RequestError("stop texts need an engine with a tokenizer; use stop_token_ids")
         return cls(
@@ -70,7 +67,14 @@ class SequenceState:
 
     @property
     def drawn(self) -> int:
+        """How many tokens."""
         return len(self.logprobs)
+
+    @property
+    def simple(self) -> bool:
+        """It ends at a stop token or at its length, asks for nothing else and is not streamed."""
+        early = self.stops and self.gconfig.min_new_tokens > 0
+        return self.grammar is None and self.grown is None and not self.gconfig.stop and not early
 
     @property
     def temperature(self) -> float:
@@ -78,12 +82,12 @@ class SequenceState:
 
     @property
     def must_go_on(self) -> bool:
-        """The next token may not end it; a grammar that is complete leaves nothing else to draw."""
+        """The next token may not end the answer, unless a complete grammar leaves nothing else to draw."""
         early = self.drawn < self.gconfig.min_new_tokens
         return early and (self.grammar is None or not self.grammar.complete)
 
     def banned(self, vocab_size: int) -> Array | None:
-        """The tokens that may not come next, bool [V]; None = there are none. Raises RequestError."""
+        """The tokens that may not come next, bool [V]; None if there are none. Raises RequestError."""
         if self.grammar is not None:
             return ~self.grammar.allowed(() if self.must_go_on else self.stops)
         if not (self.stops and self.must_go_on):
@@ -93,11 +97,11 @@ class SequenceState:
         return banned
 
     def append(self, token: int, logprob: float, version: int) -> StopReason | None:
-        """Take a drawn token; the answer is why it was the last one, None if it was not. Raises RequestError."""
+        """Append a drawn token; return why it is the last one, None if it is not. Raises RequestError."""
         may_end = not self.must_go_on
         self.ids.append(token)
         self.logprobs.append(logprob)
-        self.settle(version)
+        self.record_version(version)
         if self.grown is not None:
             self.grown.set()
         if may_end and (token in self.stops or self._completes_stop_text()):
@@ -108,12 +112,12 @@ class SequenceState:
                 return "stop"  # nothing was cut off
         return "length" if self.drawn >= self.gconfig.max_new_tokens else None
 
-    def settle(self, version: int) -> None:
-        """What was drawn since the last call is of this version."""
+    def record_version(self, version: int) -> None:
+        """The tokens drawn since the last call are of this version."""
         self.versions += [version] * (len(self.logprobs) - len(self.versions))
 
     def response(self, reason: StopReason, digests: dict[int, str]) -> ModelResponse:
-        """The answer; `digests` knows the weights of every version."""
+        """The answer; `digests` has the digest of every version's weights."""
         return ModelResponse(
             input_tokens=self.ids[: self.prompt_length],
             output_tokens=self.ids[self.prompt_length :],
@@ -124,13 +128,13 @@ class SequenceState:
         )
 
     def chunk(self, start: int, response: ModelResponse | None = None) -> TokenChunk:
-        """What was drawn from the `start`-th token on."""
+        """The tokens drawn from number `start` on."""
         return TokenChunk(
             self.ids[self.prompt_length + start :], self.logprobs[start:], self.versions[start:], response
         )
 
     async def chunks(self) -> AsyncGenerator[TokenChunk, None]:
-        """The answer while it is drawn: a chunk per token, more at once for a slow reader. Raises what `done` does."""
+        """The answer while it is drawn: a chunk per token, larger ones for a slow reader. Raises what `done` does."""
         grown = self.grown = asyncio.Event()
         self.done.add_done_callback(lambda _: grown.set())
         sent, response = 0, None
@@ -146,7 +150,7 @@ class SequenceState:
         stops = self.gconfig.stop
         if not stops:
             return False
-        window = max(len(stop.encode()) for stop in stops) + SLACK_TOKENS  # a token is at least a byte
+        window = max(len(stop.encode()) for stop in stops) + _SLACK_TOKENS  # a token is at least a byte
         tail = self.ids[max(self.prompt_length, len(self.ids) - window) :]
         text, before = self._text(tail), self._text(tail[:-1])
         # Counted, because a text that min_new_tokens let pass must not end the completion later.

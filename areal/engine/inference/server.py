@@ -1,7 +1,7 @@
 """The embedded engine as a process of its own: `python -m areal.engine.inference.server MODEL_DIRECTORY [DTYPE]`.
 
-It serves rollout workers on a Unix socket whose address it tells the driver, and ends, leaving nothing behind, when the
-driver hangs up or SIGTERM asks it to.
+It connects to the driver, serves rollout workers on a Unix socket whose address it sends there, and exits, leaving no
+files, when the driver hangs up or on SIGTERM.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from areal.infra.rpc.wire import api_wire
 from areal.utils.hf_utils import load_hf_tokenizer
 
 NICENESS = 10
-"""Where cores are scarce the engine yields to those who ask it: more of them then share each decode step."""
+"""Where cores are scarce the engine yields to the processes that send requests: more of these then share a step."""
 
 
 def load_engine(directory: Path, dtype: str = "float32") -> EmbeddedEngine:
@@ -36,13 +36,14 @@ async def serve_engine(directory: Path, dtype: str = "float32") -> None:
     ended = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
 
-    def greet(channel: Channel) -> None:
+    def add_handlers(channel: Channel) -> None:
         channel.handlers.update(handlers | engine_handlers(engine, channel))
 
-    with tempfile.TemporaryDirectory(prefix="areal-") as place:
-        endpoint = await serve(f"unix:{place}/engine", greet, wire=api_wire(), peer="a rollout worker")
-        home = await connect_to_driver(ENGINE_ROLE, 0, {"address": endpoint.address}, handlers, wire=api_wire())
-        home.closed.add_done_callback(lambda _: ended.set())
+    with tempfile.TemporaryDirectory(prefix="areal-") as directory_of_socket:
+        address = f"unix:{directory_of_socket}/engine"
+        endpoint = await serve(address, add_handlers, wire=api_wire(), peer="a rollout worker")
+        driver = await connect_to_driver(ENGINE_ROLE, 0, {"address": endpoint.address}, handlers, wire=api_wire())
+        driver.closed.add_done_callback(lambda _: ended.set())
         await ended.wait()
         await endpoint.close()
         await engine.aclose()

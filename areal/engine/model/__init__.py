@@ -1,1 +1,1 @@
-"""What a model is: its architecture, the decoder that computes it, its weights on disk and between processes."""
+"""A model: its architecture, the decoder that computes it, its weights on disk and between processes."""

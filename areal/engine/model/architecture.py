@@ -9,16 +9,16 @@ from typing import Any
 from areal.api.errors import ModelError
 
 FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-"""`model_type` of the families this decoder computes, and the class that Hugging Face knows each by."""
+"""`model_type` of the families that this package's decoder computes, and Hugging Face's class for each."""
 
 
 class UnknownArchitecture(ModelError):
-    """A model that this decoder cannot compute; transformers may."""
+    """A model that this package's decoder cannot compute; transformers may."""
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3's stretching of the low rotary frequencies."""
+    """Llama 3's scaling of the low rotary frequencies."""
 
     factor: float
     low_freq_factor: float
@@ -43,7 +43,7 @@ class Architecture:
     tied_embeddings: bool = False
     attention_bias: bool = False
     eos_token_ids: tuple[int, ...] = ()
-    """Not a shape: kept so that a saved model ends its answers where the loaded one did."""
+    """Not a shape: kept so that a saved model ends its answers as the loaded one did."""
 
     @property
     def qkv_bias(self) -> bool:
@@ -59,9 +59,9 @@ class Architecture:
 
 
 def read_architecture(directory: Path) -> Architecture:
-    """The architecture of a Hugging Face model directory; what cannot be run is refused by name."""
+    """The architecture of a Hugging Face model directory. Raises UnknownArchitecture for one that cannot be run."""
     raw = _read_config(directory)
-    _refuse(raw, directory)
+    _check_supported(raw, directory)
     try:
         return _architecture(raw, directory)
     except KeyError as missing:
@@ -84,7 +84,7 @@ def _read_config(directory: Path) -> dict[str, Any]:
     return raw
 
 
-def _refuse(raw: dict[str, Any], directory: Path) -> None:
+def _check_supported(raw: dict[str, Any], directory: Path) -> None:
     family = raw.get("model_type", "")
     if family not in FAMILIES:
         raise UnknownArchitecture(
@@ -175,10 +175,10 @@ def rotary_frequencies(architecture: Architecture) -> list[float]:
     half = architecture.head_dim // 2
     plain = [architecture.rope_theta ** (-i / half) for i in range(half)]
     scaling = architecture.rope_scaling
-    return plain if scaling is None else [_stretch(frequency, scaling) for frequency in plain]
+    return plain if scaling is None else [_scaled(frequency, scaling) for frequency in plain]
 
 
-def _stretch(frequency: float, scaling: RopeScaling) -> float:
+def _scaled(frequency: float, scaling: RopeScaling) -> float:
     turns = scaling.original_positions * frequency / (2 * math.pi)
     span = scaling.high_freq_factor - scaling.low_freq_factor
     kept = min(1.0, max(0.0, (turns - scaling.low_freq_factor) / span))

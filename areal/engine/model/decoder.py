@@ -1,6 +1,6 @@
 """The one decoder of this package: Llama, Qwen2 and Qwen3 in plain torch, used by the engine and by the trainer.
 
-Tokens are a flat dimension T without padding. How they see each other is the caller's business: `attend` receives each
+Tokens are a flat dimension T without padding. Attention between them is up to the caller: `attend` receives each
 layer's queries, keys and values, so the trainer passes packed sequences and the engine its key-value cache, and both
 compute the same numbers. All parameters are views of one flat buffer, so weights are copied, hashed and stepped whole.
 
@@ -47,7 +47,7 @@ class Layer:
         self._head_norms: tuple[int, Tensor] | None = None
 
     def head_norms(self, heads: int, kv_heads: int) -> Tensor:
-        """The norms of queries and keys as one [H+K,E]; kept until they change, where nothing learns through it."""
+        """The norms of queries and keys as one [H+K,E]; without gradients it is kept until they change."""
         assert self.q_norm is not None
         assert self.k_norm is not None
         version = self.q_norm._version
@@ -63,7 +63,7 @@ class Decoder:
     """A causal language model on one flat float32 buffer."""
 
     def __init__(self, architecture: Architecture, flat: Tensor | None = None, flat_grad: Tensor | None = None) -> None:
-        """Views of `flat` become the parameters; with `flat_grad` they are leaves whose gradients gather there."""
+        """The parameters are views of `flat`; with `flat_grad` they are leaves whose gradients accumulate there."""
         self.architecture = architecture
         shapes = parameter_shapes(architecture)
         size = parameter_count(architecture)
@@ -85,16 +85,16 @@ class Decoder:
         self._floors = {size: self.flat.new_tensor((size * eps) ** 0.5) for size in sizes}
 
     def hidden(
-        self, ids: Tensor, positions: Tensor, attend: Attend, linear: Linear = F.linear, *, forgets: bool = False
+        self, ids: Tensor, positions: Tensor, attend: Attend, linear: Linear = F.linear, *, checkpointing: bool = False
     ) -> Tensor:
         """Final hidden states [T,D] of `ids[T]` at `positions[T]`; `linear` multiplies by the matrices.
 
-        `forgets` computes each layer again for its gradient instead of keeping what it computed.
+        `checkpointing` computes each layer again for its gradient instead of keeping its activations.
         """
         rotation = self._rotary.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
         h = F.embedding(ids, self.embedding)
         for index in range(len(self.layers)):
-            if forgets:
+            if checkpointing:
                 h = checkpoint(self._layer, index, h, rotation, attend, linear, use_reentrant=False)
             else:
                 h = self._layer(index, h, rotation, attend, linear)
@@ -165,7 +165,7 @@ def parameter_count(architecture: Architecture) -> int:
 
 
 def initialise(decoder: Decoder, generator: torch.Generator) -> None:
-    """Random weights: normals of deviation 0.02, smaller where a residual branch ends; norms 1, biases 0."""
+    """Random weights: normal with deviation 0.02, smaller where a residual branch ends; norms 1, biases 0."""
     depth_scale = (2 * decoder.architecture.num_layers) ** -0.5
     with torch.no_grad():
         for name, parameter in decoder.parameters.items():
@@ -185,7 +185,7 @@ def _spans(flat: Tensor, shapes: dict[str, torch.Size]) -> Iterator[tuple[str, T
 
 
 def _rotary_table(architecture: Architecture) -> Tensor:
-    """Per position, the cosines and the sines; those of the first half negative, as `_rotate` wants them."""
+    """Per position, the cosines and the sines; the first half of the sines is negative, as `_rotate` needs it."""
     frequencies = torch.tensor(rotary_frequencies(architecture), dtype=torch.float32)
     angles = torch.arange(architecture.max_positions, dtype=torch.float32)[:, None] * frequencies[None, :]
     cos, sin = angles.cos(), angles.sin()

@@ -35,15 +35,18 @@ _IN_LAYER = {
 
 def load_weights(decoder: Decoder, directory: Path) -> None:
     """Fill the decoder from every safetensors file of a Hugging Face directory."""
-    homes = _tensor_files(directory)
+    files = _tensor_files(directory)
     with torch.no_grad():
         for name, part in _parts(decoder):
-            if name not in homes:
+            if name not in files:
                 raise ModelError(f"the weights in {str(directory)!r} lack {name}")
-            with _opened(homes[name]) as file:
+            with _opened(files[name]) as file:
                 tensor = file.get_tensor(name)
             if tensor.shape != part.shape:
-                raise ModelError(f"{name} in {str(directory)!r} has shape {[*tensor.shape]}, not {[*part.shape]}")
+                raise ModelError(
+                    f"{name} in {str(directory)!r} must have the shape {[*part.shape]} that config.json gives it, "
+                    f"got {[*tensor.shape]}; take both files from one model"
+                )
             part.copy_(tensor)
 
 
@@ -54,7 +57,7 @@ def save_weights(decoder: Decoder, directory: Path) -> None:
 
 
 def digest(flat: Tensor) -> str:
-    """A fingerprint of weights, so that tokens can be traced to what produced them."""
+    """A fingerprint of weights, so that tokens can be traced to the weights that produced them."""
     return hashlib.blake2b(memoryview(flat.detach().numpy()).cast("B"), digest_size=16).hexdigest()
 
 
@@ -71,16 +74,20 @@ class SharedWeights:
 
 
 class PublishedWeights:
-    """The receiving end: weights that a trainer published, checked before they are used."""
+    """Weights that a trainer published, mapped by the process that uses them and checked before it does."""
 
     def __init__(self) -> None:
         self._maps: dict[str, SharedWeights] = {}
 
     def read(self, update: WeightUpdate, size: int) -> Tensor:
-        """The `size` weights of `update`, where they were published."""
+        """The `size` weights of `update`, in the shared file. Raises WeightMismatch."""
         published = self._map(update, size)
-        if digest(published) != update.digest:
-            raise WeightMismatch(f"the weights of version {update.version} in {update.path} do not have their digest")
+        found = digest(published)
+        if found != update.digest:
+            raise WeightMismatch(
+                f"the weights of version {update.version} in {update.path} must have the digest {update.digest}, "
+                f"got {found}; publish them again"
+            )
         return published
 
     def _map(self, update: WeightUpdate, size: int) -> Tensor:
@@ -90,13 +97,13 @@ class PublishedWeights:
             except (OSError, ValueError) as error:
                 raise WeightMismatch(
                     f"the weights of version {update.version} must be a file of {size} float32 values, "
-                    f"{update.path!r} is not: {error}"
+                    f"got {update.path!r}: {error}"
                 ) from None
         return self._maps[update.path].flat
 
 
 def _parts(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
-    """Each Hugging Face name with the view of the fused parameter that holds it."""
+    """Each Hugging Face name, and the view of the fused parameter that holds it."""
     for name, parameter in decoder.parameters.items():
         if name in _WHOLE:
             yield _WHOLE[name], parameter
@@ -120,15 +127,15 @@ def _tensor_files(directory: Path) -> dict[str, Path]:
         try:
             table: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         except (ValueError, KeyError) as error:
-            raise ModelError(f"{index} is no index of weights: {error!r}") from None
+            raise ModelError(f"{index} must hold a weight_map of tensors to files: {error!r}") from None
         return {name: directory / file for name, file in table.items()}
-    homes: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     for path in sorted(directory.glob("*.safetensors")):
         with _opened(path) as file:
-            homes |= dict.fromkeys(file.keys(), path)
-    if not homes:
+            files |= dict.fromkeys(file.keys(), path)
+    if not files:
         raise ModelError(f"no *.safetensors weights in {str(directory)!r}")
-    return homes
+    return files
 
 
 @contextmanager

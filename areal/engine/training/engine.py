@@ -1,37 +1,45 @@
-"""What the training engine asks of a model: its weights as one buffer, and the log-probs of tokens, pass by pass."""
+"""Train a model: forward and backward passes, AdamW on the flat buffer, checkpoints, published versions.
 
-# MERGED-DOC
-# The decoder as a model that learns: packed sequences, each shared prefix once, the head only where the loss is.
-# Train a model: forward and backward passes, AdamW on the flat buffer, checkpoints, published versions.
-#
-# A batch is flat: the N positions whose tokens are trained, with every per-token figure as a tensor [N] beside them. The
-# loss sums over positions with weights that the caller chose for the whole batch, so how the batch is cut into passes
-# does not change the gradient.
+A batch is flat: the N positions whose tokens are trained, and every per-token figure as a tensor [N]. The loss sums
+over positions with weights that the caller chose for the whole batch, so how the batch is cut into passes does not
+change the gradient. How a pass computes log-probs is up to the `TrainableModel`.
+"""
 
 import math
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from areal.api.engine_api import WeightUpdate
 from areal.config.training import OptimizerConfig
-from areal.engine.model.architecture import Architecture, write_architecture
-from areal.engine.model.decoder import Decoder, parameter_count
-from areal.engine.model.weights import SharedWeights, digest, load_weights, save_weights
+from areal.engine.model.architecture import Architecture
+from areal.engine.model.decoder import Decoder
+from areal.engine.model.weights import SharedWeights, digest
 from areal.engine.training.figures import Figures
-from areal.engine.training.packing import Pack, Span, pack
+from areal.engine.training.packing import PackedDecoder, Span
+
+Loss = Callable[[Tensor, dict[str, Tensor]], tuple[Tensor, Figures]]
+"""(log-probs [n], per-token fields [n]) -> (summed weighted loss, figures)"""
+
+
+@dataclass
+class TokenBatch:
+    """Sequences with the positions to train, and per-token fields [N] in the order of those positions."""
+
+    spans: Sequence[Span]
+    temperatures: Tensor
+    fields: dict[str, Tensor] = field(default_factory=dict)
 
 
 class Pass(Protocol):
-    """Sequences, or parts of them, that are computed together."""
+    """Sequences, or parts of them, that one forward pass computes."""
 
     @property
     def order(self) -> Tensor:
@@ -52,20 +60,20 @@ class TrainableModel(Protocol):
 
     @property
     def flat_grad(self) -> Tensor:
-        """Where gradients gather."""
+        """The buffer in which gradients accumulate."""
         ...
 
     @property
     def matrices(self) -> int:
-        """How many leading values of the buffer belong to matrices, which weight decay is for."""
+        """How many leading values of the buffer belong to matrices; weight decay applies to these only."""
         ...
 
     def passes(self, spans: Sequence[Span], max_tokens: int) -> Iterable[Any]:
-        """Cut spans into passes of at most `max_tokens` tokens (a single longer sequence gets one of its own)."""
+        """Cut spans into passes of at most `max_tokens` tokens; a single longer sequence gets a pass of its own."""
         ...
 
     def logprobs(self, part: Any, temperatures: Tensor) -> Tensor:
-        """Log-probability of each token that a pass asks for, in its order; differentiable."""
+        """Log-probability of each asked token of a pass, in its order; differentiable."""
         ...
 
     def load(self, directory: Path) -> None:
@@ -77,65 +85,8 @@ class TrainableModel(Protocol):
         ...
 
 
-HEAD_ELEMENTS = 1 << 24
-"""Logits held at once: positions times vocabulary."""
-
-
-class PackedDecoder:
-    """Implements `TrainableModel`."""
-
-    def __init__(self, architecture: Architecture, *, gradient_checkpointing: bool = False) -> None:
-        """The weights are zeros, to be loaded or initialised."""
-        self._gradient_checkpointing = gradient_checkpointing
-        size = parameter_count(architecture)
-        self.flat, self.flat_grad = torch.zeros(size), torch.zeros(size)
-        self.decoder = Decoder(architecture, self.flat, self.flat_grad)
-        self.matrices = sum(p.numel() for p in self.decoder.parameters.values() if p.dim() > 1)
-
-    def passes(self, spans: Sequence[Span], max_tokens: int) -> Iterator[Pack]:
-        return pack(spans, max_tokens)
-
-    def logprobs(self, part: Pack, temperatures: Tensor) -> Tensor:
-        forgets = self._gradient_checkpointing and torch.is_grad_enabled()
-        hidden = self.decoder.hidden(part.ids, part.positions, part.attend, forgets=forgets)[part.sources]
-        rows = max(1, HEAD_ELEMENTS // self.decoder.architecture.vocab_size)
-        pieces = list(zip(hidden.split(rows), part.targets.split(rows), temperatures.split(rows), strict=True))
-        if len(pieces) == 1:
-            return self._token_logprobs(*pieces[0])
-        return torch.cat([checkpoint(self._token_logprobs, *piece, use_reentrant=False) for piece in pieces])
-
-    def load(self, directory: Path) -> None:
-        load_weights(self.decoder, directory)
-
-    def save(self, directory: Path) -> None:
-        save_weights(self.decoder, directory)
-        write_architecture(self.decoder.architecture, directory)
-
-    def _token_logprobs(self, hidden: Tensor, targets: Tensor, temperatures: Tensor) -> Tensor:
-        return token_logprobs(self.decoder.logits(hidden), targets, temperatures)
-
-
-def token_logprobs(logits: Tensor, targets: Tensor, temperatures: Tensor) -> Tensor:
-    """Log-probability [n] of each target under logits [n,V] at its temperature."""
-    logits = logits / temperatures[:, None]
-    return logits.gather(1, targets[:, None]).squeeze(1) - logits.logsumexp(dim=1)
-
-
-Loss = Callable[[Tensor, dict[str, Tensor]], tuple[Tensor, Figures]]
-"""(log-probs [n], per-token fields [n]) -> (summed weighted loss, figures)"""
-
-
-@dataclass
-class TokenBatch:
-    """Sequences with the positions to train, and per-token fields [N] in the order of those positions."""
-
-    spans: Sequence[Span]
-    temperatures: Tensor
-    fields: dict[str, Tensor] = field(default_factory=dict)
-
-
 class TrainingEngine:
-    """Weights that learn."""
+    """Implements `TrainEngine`: a model, its optimizer, and the versions that it publishes."""
 
     def __init__(
         self,
@@ -146,7 +97,7 @@ class TrainingEngine:
         max_tokens_per_mb: int = 16384,
         directory: Path | None = None,
     ) -> None:
-        """An architecture is computed by the package's decoder, its weights zeros unless they come from `directory`."""
+        """The package's decoder computes a plain architecture; its weights are zeros unless read from `directory`."""
         self.model: TrainableModel = PackedDecoder(model) if isinstance(model, Architecture) else model
         self.version = 0
         self.total_steps = total_steps
@@ -182,7 +133,7 @@ class TrainingEngine:
         return Figures.of_passes(parts)
 
     def publish(self) -> WeightUpdate:
-        """Copy the weights into shared memory as the present version; the version before it stays readable."""
+        """Copy the weights into shared memory as the present version; the previous version stays readable."""
         if self._shared_dir is None:
             base = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
             self._shared_dir = Path(tempfile.mkdtemp(prefix="areal-weights-", dir=base))
@@ -214,7 +165,7 @@ class TrainingEngine:
 
     @property
     def decoder(self) -> Decoder:
-        """The package's own decoder, where it is what learns."""
+        """The package's own decoder, where it is the model."""
         assert isinstance(self.model, PackedDecoder), "this model is computed by transformers"
         return self.model.decoder
 
@@ -233,7 +184,7 @@ class TrainingEngine:
     def _step(self) -> float:
         norm = float(self.flat_grad.norm())
         if not math.isfinite(norm):
-            raise FloatingPointError(f"the gradient norm is {norm}; the weights were left as they were")
+            raise FloatingPointError(f"the gradient norm must be finite, got {norm}; the weights were not changed")
         limit = self._config.gradient_clipping
         if 0 < limit < norm:
             self.flat_grad.mul_(limit / norm)

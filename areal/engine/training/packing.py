@@ -1,45 +1,299 @@
-"""Sequences that begin alike as a trie: each shared prefix is there once, and a token sees its ancestors."""
+"""The package's decoder as a trainable model: packed sequences, each shared prefix once, the head where the loss is.
 
-# MERGED-DOC
-# Lay token sequences behind each other, each shared prefix once.
-#
-# Sequences of one group often begin alike (the same prompt, the same conversation so far). Sorted, they form a trie whose
-# nodes are the tokens to compute; a token sees its ancestors. A bin holds whole tries, and attention never leaves a bin.
-# Bins of about one size are computed by one call, the smaller ones filled up; nothing else is padded.
-# A sequence that shares too little to pay for the larger bin begins a trie of its own.
-# Every position that is asked for is a pair: the node that predicts it, and the token that follows.
+Sequences of one group often begin alike (the same prompt, the same conversation so far). Sorted, they form a trie whose
+nodes are the tokens to compute; a token attends to its ancestors. A bin holds whole tries, and attention never leaves a
+bin. One call computes bins of about one size, the smaller ones padded; nothing else is padded. A sequence that shares
+too little to pay for the larger bin begins a trie of its own. Every asked position is a pair: the node that predicts
+it, and the token that follows.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from areal.api.messages import Array
+from areal.engine.model.architecture import Architecture, write_architecture
+from areal.engine.model.decoder import Decoder, parameter_count
+from areal.engine.model.weights import load_weights, save_weights
 
-Stretch = tuple[int, int]
+HEAD_ELEMENTS = 1 << 24
+"""Logits held at once: positions times vocabulary."""
+BIN_TOKENS = 32
+"""Small tries share a bin up to this size: fewer bins, at the cost of larger masks."""
+PAIRS_PER_TOKEN = 1024
+"""A token's matrix products cost about as much as attention between this many pairs of tokens."""
+FILLED_SHARE = 7 / 8
+"""A bin that fills this much of another's size may be computed with it, padded."""
+
+
+@dataclass
+class Span:
+    """One sequence and the positions whose tokens are to be predicted."""
+
+    ids: Array
+    asked: Array
+    """Indices into ids, each >= 1, ascending."""
+    group: int
+    """Sequences of one group share prefixes."""
+    images: tuple[bytes, ...] = ()
+    """Encoded images in the order of their placeholders in ids."""
+
+
+class PackedDecoder:
+    """Implements `TrainableModel`."""
+
+    def __init__(self, architecture: Architecture, *, gradient_checkpointing: bool = False) -> None:
+        """The weights are zeros, to be loaded or initialised."""
+        self._gradient_checkpointing = gradient_checkpointing
+        size = parameter_count(architecture)
+        self.flat, self.flat_grad = torch.zeros(size), torch.zeros(size)
+        self.decoder = Decoder(architecture, self.flat, self.flat_grad)
+        self.matrices = sum(p.numel() for p in self.decoder.parameters.values() if p.dim() > 1)
+
+    def passes(self, spans: Sequence[Span], max_tokens: int) -> "Iterator[Pack]":
+        return pack(spans, max_tokens)
+
+    def logprobs(self, part: "Pack", temperatures: Tensor) -> Tensor:
+        checkpointing = self._gradient_checkpointing and torch.is_grad_enabled()
+        hidden = self.decoder.hidden(part.ids, part.positions, part.attend, checkpointing=checkpointing)[part.sources]
+        rows = max(1, HEAD_ELEMENTS // self.decoder.architecture.vocab_size)
+        pieces = list(zip(hidden.split(rows), part.targets.split(rows), temperatures.split(rows), strict=True))
+        if len(pieces) == 1:
+            return self._token_logprobs(*pieces[0])
+        return torch.cat([checkpoint(self._token_logprobs, *piece, use_reentrant=False) for piece in pieces])
+
+    def load(self, directory: Path) -> None:
+        load_weights(self.decoder, directory)
+
+    def save(self, directory: Path) -> None:
+        save_weights(self.decoder, directory)
+        write_architecture(self.decoder.architecture, directory)
+
+    def _token_logprobs(self, hidden: Tensor, targets: Tensor, temperatures: Tensor) -> Tensor:
+        return token_logprobs(self.decoder.logits(hidden), targets, temperatures)
+
+
+def token_logprobs(logits: Tensor, targets: Tensor, temperatures: Tensor) -> Tensor:
+    """Log-probability [n] of each target under logits [n,V] at its temperature."""
+    logits = logits / temperatures[:, None]
+    return logits.gather(1, targets[:, None]).squeeze(1) - logits.logsumexp(dim=1)
+
+
+def pack(spans: Sequence[Span], max_tokens: int) -> "Iterator[Pack]":
+    """Passes of at most `max_tokens` tokens each (a single longer sequence gets one of its own), made as they are
+    needed: masks may be large."""
+    offsets = np.cumsum([0, *(len(span.asked) for span in spans)]).tolist()
+    builder = _PackBuilder(max_tokens)
+    for i in sorted(range(len(spans)), key=lambda i: (spans[i].group, spans[i].ids.tolist())):
+        if len(spans[i].asked) == 0:
+            continue
+        if not builder.add(spans[i], offsets[i]):
+            yield builder.build()
+            builder = _PackBuilder(max_tokens)
+            builder.add(spans[i], offsets[i])
+    if builder.tokens:
+        yield builder.build()
+
+
+@dataclass
+class Pack:
+    """Tokens of one forward pass; `sources[n]` predicts `targets[n]`, asked position number `order[n]` of all."""
+
+    ids: Tensor
+    positions: Tensor
+    rows: "list[_BinRow]"
+    sources: Tensor
+    targets: Tensor
+    order: Tensor
+    tokens: int
+    """Without padding."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention within each bin."""
+        sizes = [row.tokens for row in self.rows]
+        parts = zip(self.rows, q.split(sizes), k.split(sizes), v.split(sizes), strict=True)
+        outputs = [row.attend(*part) for row, *part in parts]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+@dataclass(frozen=True)
+class _BinRow:
+    """Neighbouring bins, padded to one size, which one call computes."""
+
+    count: int
+    size: int
+    mask: Tensor | None
+    """[count,1,size,size], 0 where a token attends to another, -inf elsewhere; None = plainly causal."""
+
+    @property
+    def tokens(self) -> int:
+        return self.count * self.size
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.unflatten(0, (self.count, self.size)).transpose(1, 2) for x in (q, k, v))
+        causal = self.mask is None
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask, is_causal=causal, enable_gqa=True)
+        return mixed.transpose(1, 2).flatten(0, 1)
+
+
+class _PackBuilder:
+    """Collects tries into bins until the token budget is spent."""
+
+    def __init__(self, max_tokens: int) -> None:
+        self.max_tokens = max_tokens
+        self.tokens = 0
+        self._bins: list[_Bin] = []
+        self._group: int | None = None
+        self._asked: list[_Asked] = []
+
+    def add(self, span: Span, offset: int) -> bool:
+        """Add the tokens that predict the asked positions of `span`; False when the budget does not allow it."""
+        ids = span.ids[: int(span.asked[-1])]
+        kept = self._bins[-1].tries[-1].shared(ids) if span.group == self._group else 0
+        joins = span.group == self._group and _saves(self._bins[-1].tries[-1].size, len(ids), kept)
+        cost = len(ids) - kept if joins else len(ids)
+        if self.tokens and self.tokens + cost > self.max_tokens:
+            return False
+        if not joins:
+            self._open_trie(len(ids))
+            self._group = span.group
+        last = self._bins[-1]
+        before = last.size - last.tries[-1].size
+        path = last.tries[-1].add(ids, kept if joins else 0)
+        self._asked.append(_Asked(last, path[span.asked - 1] + before, span.ids[span.asked], offset))
+        last.size += cost
+        self.tokens += cost
+        return True
+
+    def build(self) -> Pack:
+        rows, starts, ids, depths, at = [], {}, [], [], 0
+        for members in self._rows():
+            size = members[0].size
+            rows.append(_BinRow(len(members), size, _mask(members)))
+            for each in members:
+                starts[id(each)] = at
+                padding = np.zeros(size - each.size, dtype=np.int64)
+                ids += [part for trie in each.tries for part in trie.ids] + [padding]
+                depths += [part for trie in each.tries for part in trie.depths] + [padding]
+                at += size
+        return Pack(
+            ids=_joined(ids),
+            positions=_joined(depths),
+            rows=rows,
+            sources=_joined([asked.nodes + starts[id(asked.bin)] for asked in self._asked]),
+            targets=_joined([asked.targets for asked in self._asked]),
+            order=_joined([np.arange(asked.offset, asked.offset + len(asked.nodes)) for asked in self._asked]),
+            tokens=self.tokens,
+        )
+
+    def _open_trie(self, length: int) -> None:
+        if self._bins and self._bins[-1].size + length <= BIN_TOKENS:
+            self._bins[-1].tries.append(_TokenTrie())
+        else:
+            self._bins.append(_Bin())
+
+    def _rows(self) -> "list[list[_Bin]]":
+        """Bins that are computed together, the largest first; only equal ones if the budget has no room for padding."""
+        padded = _alike(self._bins, FILLED_SHARE)
+        if sum(len(members) * members[0].size for members in padded) <= max(self.max_tokens, self._bins[0].size):
+            return padded
+        return _alike(self._bins, 1.0)
+
+
+def _saves(size: int, length: int, kept: int) -> bool:
+    """Whether sharing `kept` tokens with a trie is cheaper than computing them again: a bin's mask is a square."""
+    new = length - kept
+    return new * (2 * size + new) - length**2 <= PAIRS_PER_TOKEN * kept
+
+
+def _joined(parts: list[Array]) -> Tensor:
+    return torch.from_numpy(np.concatenate(parts).astype(np.int64))
+
+
+class _Bin:
+    """Tries that are computed together; the nodes of a later one follow those of an earlier."""
+
+    def __init__(self) -> None:
+        self.tries = [_TokenTrie()]
+        self.size = 0
+
+    @property
+    def is_plain(self) -> bool:
+        return len(self.tries) == 1 and self.tries[0].is_plain
+
+    def unmask(self, mask: Array, triangle: Array) -> None:
+        """Write 0 into `mask` where a token of the bin attends to another."""
+        start = 0
+        for trie in self.tries:
+            end = start + trie.size
+            trie.unmask(mask[start:end, start:end], triangle)
+            start = end
+        mask[start:, 0] = 0.0  # padding that attends to nothing would become NaN
+
+
+def _alike(bins: list[_Bin], share: float) -> list[list[_Bin]]:
+    """Plain bins apart from others; the members of a row fill at least `share` of its largest."""
+    rows: list[list[_Bin]] = []
+    for each in sorted(bins, key=lambda each: (each.is_plain, -each.size)):
+        if rows and rows[-1][0].is_plain == each.is_plain and each.size >= share * rows[-1][0].size:
+            rows[-1].append(each)
+        else:
+            rows.append([each])
+    return rows
+
+
+def _mask(bins: list[_Bin]) -> Tensor | None:
+    """None = plainly causal; padding is at the end of a bin, where nothing attends to it."""
+    if bins[0].is_plain:
+        return None
+    size = bins[0].size
+    longest = max(trie.longest for each in bins for trie in each.tries)
+    triangle = np.triu(np.full((longest, longest), -np.inf, dtype=np.float32), k=1)
+    masks = np.full((len(bins), 1, size, size), -np.inf, dtype=np.float32)
+    for each, mask in zip(bins, masks[:, 0], strict=True):
+        each.unmask(mask, triangle)
+    return torch.from_numpy(masks)
+
+
+@dataclass
+class _Asked:
+    """Asked positions of a sequence."""
+
+    bin: _Bin
+    nodes: Array
+    """Of the bin: they predict the positions."""
+    targets: Array
+    offset: int
+    """Number of the first among those of the whole batch."""
+
+
+_NodeRange = tuple[int, int]
 """Nodes from the first number up to the second."""
 
 
-class TokenTrie:
-    """Sequences are added in sorted order, so what one shares with any other it shares with the last."""
+class _TokenTrie:
+    """Sequences are added in sorted order, so a prefix that one shares with any other it shares with the last."""
 
     def __init__(self) -> None:
         self.ids: list[Array] = []
         self.depths: list[Array] = []
         self.size = 0
         self.is_plain = True
-        """Each sequence goes on where the last one ended: a token sees whatever stands before it."""
-        self._blocks: list[list[Stretch]] = []
-        """Per sequence: its path, of which the last stretch is new."""
+        """Each sequence continues the one before: a token attends to all nodes before it."""
+        self._paths: list[list[_NodeRange]] = []
+        """Per sequence; the last range is new."""
         self._last = np.empty(0, dtype=np.int64)
-        self._path = np.empty(0, dtype=np.int64)
+        self._last_path = np.empty(0, dtype=np.int64)
 
     @property
     def longest(self) -> int:
-        """Tokens that a sequence has to itself, at most."""
+        """The most tokens that a sequence does not share with earlier ones."""
         return max(len(part) for part in self.ids)
 
     def shared(self, ids: Array) -> int:
@@ -55,234 +309,28 @@ class TokenTrie:
         """Add a sequence that shares its first `kept` tokens; return the node of each of its tokens."""
         end = self.size + len(ids) - kept
         self.is_plain = self.is_plain and kept == self.size
-        self._path = np.concatenate((self._path[:kept], np.arange(self.size, end)))
+        self._last_path = np.concatenate((self._last_path[:kept], np.arange(self.size, end)))
         self.ids.append(ids[kept:])
         self.depths.append(np.arange(kept, len(ids)))
-        known = _cut(self._blocks[-1], kept) if self._blocks else []
-        self._blocks.append([*known, (self.size, end)])
+        known = _cut(self._paths[-1], kept) if self._paths else []
+        self._paths.append([*known, (self.size, end)])
         self._last, self.size = ids, end
-        return self._path
+        return self._last_path
 
-    def open(self, mask: Array, triangle: Array) -> None:
-        """Write 0 into `mask[size,size]` where a node sees another; `triangle` has -inf above its diagonal, else 0."""
-        for *known, (start, end) in self._blocks:
+    def unmask(self, mask: Array, triangle: Array) -> None:
+        """Write 0 into `mask[size,size]` where a node attends to another; `triangle` has -inf above its diagonal."""
+        for *known, (start, end) in self._paths:
             for first, last in known:
                 mask[start:end, first:last] = 0.0
             mask[start:end, start:end] = triangle[: end - start, : end - start]
 
 
-def _cut(path: list[Stretch], length: int) -> list[Stretch]:
+def _cut(path: list[_NodeRange], length: int) -> list[_NodeRange]:
     """The first `length` nodes of a path."""
-    kept: list[Stretch] = []
+    kept: list[_NodeRange] = []
     for start, end in path:
         if length <= 0:
             break
         kept.append((start, min(end, start + length)))
         length -= end - start
     return kept
-
-
-BIN_TOKENS = 32
-"""Small tries share a bin up to this size: fewer bins, at the cost of larger masks."""
-PAIRS_PER_TOKEN = 1024
-"""A token's matrix products cost about as much as attention between this many pairs of tokens."""
-FILLED_SHARE = 7 / 8
-"""A bin that fills this much of another's size may be computed beside it."""
-
-
-@dataclass
-class Span:
-    """One sequence and the positions whose tokens are to be predicted."""
-
-    ids: Array
-    asked: Array
-    """Indices into ids, each >= 1, ascending."""
-    group: int
-    """Sequences of one group share prefixes."""
-    images: tuple[bytes, ...] = ()
-    """Encoded pictures in the order of their places in ids."""
-
-
-@dataclass(frozen=True)
-class BinRow:
-    """Neighbouring bins of one size, which one call computes."""
-
-    count: int
-    size: int
-    mask: Tensor | None
-    """[count,1,size,size], 0 where a token sees another, -inf elsewhere; None = plainly causal."""
-
-    @property
-    def tokens(self) -> int:
-        return self.count * self.size
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (x.unflatten(0, (self.count, self.size)).transpose(1, 2) for x in (q, k, v))
-        causal = self.mask is None
-        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask, is_causal=causal, enable_gqa=True)
-        return mixed.transpose(1, 2).flatten(0, 1)
-
-
-@dataclass
-class Pack:
-    """Tokens of one forward pass; `sources[n]` predicts `targets[n]`, the `order[n]`-th position that was asked for."""
-
-    ids: Tensor
-    positions: Tensor
-    rows: list[BinRow]
-    sources: Tensor
-    targets: Tensor
-    order: Tensor
-    tokens: int
-    """Without those that fill bins up."""
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention within each bin."""
-        sizes = [row.tokens for row in self.rows]
-        parts = zip(self.rows, q.split(sizes), k.split(sizes), v.split(sizes), strict=True)
-        outputs = [row.attend(*part) for row, *part in parts]
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-
-
-def pack(spans: Sequence[Span], max_tokens: int) -> Iterator[Pack]:
-    """Passes of at most `max_tokens` tokens each (a single longer sequence gets one of its own), made as they are
-    needed: masks may be large."""
-    offsets = np.cumsum([0, *(len(span.asked) for span in spans)]).tolist()
-    builder = _Builder(max_tokens)
-    for i in sorted(range(len(spans)), key=lambda i: (spans[i].group, spans[i].ids.tolist())):
-        if len(spans[i].asked) == 0:
-            continue
-        if not builder.add(spans[i], offsets[i]):
-            yield builder.build()
-            builder = _Builder(max_tokens)
-            builder.add(spans[i], offsets[i])
-    if builder.tokens:
-        yield builder.build()
-
-
-class _Bin:
-    """Tries that are computed together; the nodes of a later one follow those of an earlier."""
-
-    def __init__(self) -> None:
-        self.tries = [TokenTrie()]
-        self.size = 0
-
-    @property
-    def is_plain(self) -> bool:
-        return len(self.tries) == 1 and self.tries[0].is_plain
-
-    def open(self, mask: Array, triangle: Array) -> None:
-        start = 0
-        for trie in self.tries:
-            end = start + trie.size
-            trie.open(mask[start:end, start:end], triangle)
-            start = end
-        mask[start:, 0] = 0.0  # what fills a bin up must see something, or it would be no number
-
-
-@dataclass
-class _Asked:
-    """Positions of a sequence: the nodes of its bin that predict them, the tokens, their places in the batch."""
-
-    bin: _Bin
-    nodes: Array
-    targets: Array
-    offset: int
-
-
-class _Builder:
-    """Collects tries into bins until the token budget is spent."""
-
-    def __init__(self, max_tokens: int) -> None:
-        self.max_tokens = max_tokens
-        self.tokens = 0
-        self._bins: list[_Bin] = []
-        self._group: int | None = None
-        self._asked: list[_Asked] = []
-
-    def add(self, span: Span, offset: int) -> bool:
-        """Add the tokens that predict what `span` asks for; False when the budget does not allow it."""
-        ids = span.ids[: int(span.asked[-1])]
-        kept = self._bins[-1].tries[-1].shared(ids) if span.group == self._group else 0
-        joins = span.group == self._group and _saves(self._bins[-1].tries[-1].size, len(ids), kept)
-        cost = len(ids) - kept if joins else len(ids)
-        if self.tokens and self.tokens + cost > self.max_tokens:
-            return False
-        if not joins:
-            self._open_trie(len(ids))
-            self._group = span.group
-        home = self._bins[-1]
-        before = home.size - home.tries[-1].size
-        path = home.tries[-1].add(ids, kept if joins else 0)
-        self._asked.append(_Asked(home, path[span.asked - 1] + before, span.ids[span.asked], offset))
-        home.size += cost
-        self.tokens += cost
-        return True
-
-    def build(self) -> Pack:
-        rows, starts, ids, depths, at = [], {}, [], [], 0
-        for members in self._rows():
-            size = members[0].size
-            rows.append(BinRow(len(members), size, _mask(members)))
-            for each in members:
-                starts[id(each)] = at
-                filling = np.zeros(size - each.size, dtype=np.int64)
-                ids += [part for trie in each.tries for part in trie.ids] + [filling]
-                depths += [part for trie in each.tries for part in trie.depths] + [filling]
-                at += size
-        return Pack(
-            ids=_joined(ids),
-            positions=_joined(depths),
-            rows=rows,
-            sources=_joined([asked.nodes + starts[id(asked.bin)] for asked in self._asked]),
-            targets=_joined([asked.targets for asked in self._asked]),
-            order=_joined([np.arange(asked.offset, asked.offset + len(asked.nodes)) for asked in self._asked]),
-            tokens=self.tokens,
-        )
-
-    def _open_trie(self, length: int) -> None:
-        if self._bins and self._bins[-1].size + length <= BIN_TOKENS:
-            self._bins[-1].tries.append(TokenTrie())
-        else:
-            self._bins.append(_Bin())
-
-    def _rows(self) -> list[list[_Bin]]:
-        """Bins that are computed together, the largest first; only equal ones if the budget has no room for filling."""
-        filled = _alike(self._bins, FILLED_SHARE)
-        if sum(len(members) * members[0].size for members in filled) <= max(self.max_tokens, self._bins[0].size):
-            return filled
-        return _alike(self._bins, 1.0)
-
-
-def _saves(size: int, length: int, kept: int) -> bool:
-    """Whether sharing `kept` tokens with a trie is cheaper than computing them again: a bin's mask is a square."""
-    new = length - kept
-    return new * (2 * size + new) - length**2 <= PAIRS_PER_TOKEN * kept
-
-
-def _alike(bins: list[_Bin], share: float) -> list[list[_Bin]]:
-    """Plain bins apart from others; the members of a row fill at least `share` of its largest."""
-    rows: list[list[_Bin]] = []
-    for each in sorted(bins, key=lambda each: (each.is_plain, -each.size)):
-        if rows and rows[-1][0].is_plain == each.is_plain and each.size >= share * rows[-1][0].size:
-            rows[-1].append(each)
-        else:
-            rows.append([each])
-    return rows
-
-
-def _mask(bins: list[_Bin]) -> Tensor | None:
-    """None = plainly causal; what fills a bin up stands at its end, where nothing sees it."""
-    if bins[0].is_plain:
-        return None
-    size = bins[0].size
-    longest = max(trie.longest for each in bins for trie in each.tries)
-    triangle = np.triu(np.full((longest, longest), -np.inf, dtype=np.float32), k=1)
-    masks = np.full((len(bins), 1, size, size), -np.inf, dtype=np.float32)
-    for each, mask in zip(bins, masks[:, 0], strict=True):
-        each.open(mask, triangle)
-    return torch.from_numpy(masks)
-
-
-def _joined(parts: list[Array]) -> Tensor:
-    return torch.from_numpy(np.concatenate(parts).astype(np.int64))

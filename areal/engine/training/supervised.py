@@ -15,9 +15,8 @@ from areal.engine.training.packing import Span
 Example = tuple[list[dict[str, Any]], list[dict[str, Any]] | None]
 """Messages and tools; an assistant's message with `"learn": False` is given, not learned."""
 
-
 TOOL_GROUPS = 4
-"""Examples with tools begin alike, so they share prefixes; in several groups, as attention is quadratic in each."""
+"""Examples with tools begin alike and share prefixes, in several groups because attention is quadratic in each."""
 
 
 def supervised_batch(examples: Sequence[Example], tokenizer: Any) -> TokenBatch:
@@ -36,6 +35,7 @@ def mean_nll(logprobs: Tensor, fields: dict[str, Tensor]) -> tuple[Tensor, Figur
 
 
 def supervised_span(messages: list[dict[str, Any]], tools: Any, tokenizer: Any, group: int) -> Span:
+    """One conversation, of which the learned turns are asked."""
     ids: list[int] = []
     asked: list[int] = []
     for piece, learned in _pieces(messages, tools, tokenizer):

@@ -1,1 +1,1 @@
-"""Any model that transformers knows, run and trained: slower than this package's own decoder, and able to see images."""
+"""Run and train any model that transformers knows: slower than the package's own decoder, and with images."""

@@ -1,6 +1,5 @@
-"""Encoded pictures to what the model takes, by its own processor. What was worked out last is remembered."""
+"""Encoded images to the tensors that a model takes, by the model's own processor. Recent results are cached."""
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -13,106 +12,103 @@ from torch import Tensor
 
 from areal.api.errors import ModelError, RequestError
 from areal.api.messages import Array
+from areal.utils.bounded_cache import BoundedCache
 from areal.utils.hf_utils import load_hf_processor
 from areal.utils.images import ImageError, decode_image, encode_image
 
 Images = tuple[bytes, ...]
 
-REMEMBERED_BYTES = 1 << 28
-"""Inputs that are kept: the answers to one task all see the same."""
-TEXT_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
+CACHED_BYTES = 1 << 28
+"""Of prepared images: the answers to one task all have the same."""
+_TEXT_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 
 
-@dataclass(frozen=True)
-class Prepared:
-    inputs: dict[str, Tensor]
-    ids: list[int]
-    """What stands for the pictures in a sequence."""
-
-    @property
-    def shape(self) -> tuple[Any, ...]:
-        """Rows of the same shape can be computed together."""
-        return tuple((name, tensor.shape[1:]) for name, tensor in sorted(self.inputs.items()))
-
-    @property
-    def bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.inputs.values())
-
-
-class PictureInputs:
+class ImageInputs:
     def __init__(self, directory: Path, placeholders: set[int]) -> None:
+        """`placeholders` are the tokens that stand for parts of an image."""
         self._directory = directory
         self._placeholders = sorted(placeholders)
         self._processor: Any = None
-        self._known: OrderedDict[bytes, Prepared] = OrderedDict()
-        self._bytes = 0
+        self._prepared: BoundedCache[bytes, PreparedImages] = BoundedCache(
+            CACHED_BYTES, lambda prepared: prepared.bytes
+        )
 
     def check(self, ids: Sequence[int] | Array, images: Images) -> None:
-        """Raises RequestError unless `ids` have a place for each part of `images`."""
+        """Raise RequestError unless `ids` have the placeholders of `images`."""
         found, wanted = (self._count(each) for each in (ids, self.of(images).ids if images else ()))
         if found != wanted:
             raise RequestError(
-                f"{len(images)} pictures need {wanted} placeholder tokens, input_ids hold {found}; "
+                f"{len(images)} images need {wanted} placeholder tokens, input_ids hold {found}; "
                 "let the model's processor expand them"
             )
 
-    def of(self, images: Images) -> Prepared:
-        """The inputs of one sequence's pictures. Raises RequestError for what is no picture."""
+    def of(self, images: Images) -> "PreparedImages":
+        """The images of one sequence. Raises RequestError for bytes that are no image."""
         key = _digest(images)
-        if key in self._known:
-            self._known.move_to_end(key)
-        else:
-            self._remember(key, self._prepare(images))
-        return self._known[key]
+        prepared = self._prepared.get(key)
+        if prepared is None:
+            prepared = self._prepare(images)
+            self._prepared.put(key, prepared)
+        return prepared
 
     def shape(self, images: Images) -> tuple[Any, ...]:
         return self.of(images).shape if images else ()
 
     def batch(self, images: Sequence[Images]) -> dict[str, Tensor]:
-        """The inputs of a batch, in the order of its sequences; those that have pictures share a shape."""
+        """The inputs of a batch, in the order of its sequences; those that have images share a shape."""
         prepared = [self.of(each).inputs for each in images if each]
         return {name: torch.cat([inputs[name] for inputs in prepared]) for name in prepared[0]}
 
     def example(self) -> tuple[list[int], Images]:
-        """A picture, and what stands for it in a sequence."""
+        """The ids that stand for an image in a sequence, and the image."""
         from PIL import Image
 
         images = (encode_image(Image.linear_gradient("L")),)
         return self.of(images).ids, images
 
-    def _remember(self, key: bytes, prepared: Prepared) -> None:
-        self._known[key] = prepared
-        self._bytes += prepared.bytes
-        while self._bytes > REMEMBERED_BYTES and len(self._known) > 1:
-            self._bytes -= self._known.popitem(last=False)[1].bytes
-
-    def _prepare(self, images: Images) -> Prepared:
+    def _prepare(self, images: Images) -> "PreparedImages":
         try:
-            pictures = [decode_image(image) for image in images]
+            decoded = [decode_image(image) for image in images]
         except ImageError as error:
             raise RequestError(str(error)) from None
         processor = self._loaded()
         mark = getattr(processor, "boi_token", None) or processor.image_token
         try:
-            made = processor(text=[mark * len(images)], images=pictures, return_tensors="pt")
+            made = processor(text=[mark * len(images)], images=decoded, return_tensors="pt")
         except (ValueError, TypeError, IndexError, RuntimeError) as error:
-            raise RequestError(f"the model's processor refuses these pictures: {error}") from None
-        inputs = {name: value for name, value in made.items() if name not in TEXT_INPUTS}
-        return Prepared(inputs, made["input_ids"][0].tolist())
+            raise RequestError(f"the model's processor refuses these images: {error}") from None
+        inputs = {name: value for name, value in made.items() if name not in _TEXT_INPUTS}
+        return PreparedImages(inputs, made["input_ids"][0].tolist())
 
     def _count(self, ids: Sequence[int] | Array) -> int:
         return int(np.isin(ids, self._placeholders).sum())
 
     def _loaded(self) -> Any:
-        """Loaded when the first picture comes: a model may be used for text alone."""
+        """The processor, loaded with the first image: a model may be used for text alone."""
         if self._processor is None:
             try:
                 self._processor = load_hf_processor(self._directory)
             except ValueError as error:
                 raise ModelError(str(error)) from error
             if self._processor is None:
-                raise ModelError(f"the model in {str(self._directory)!r} sees pictures but has no processor for them")
+                raise ModelError(f"the model in {str(self._directory)!r} takes images but has no processor for them")
         return self._processor
+
+
+@dataclass(frozen=True)
+class PreparedImages:
+    inputs: dict[str, Tensor]
+    ids: list[int]
+    """The tokens that stand for the images in a sequence."""
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """Sequences of the same shape can be computed together."""
+        return tuple((name, tensor.shape[1:]) for name, tensor in sorted(self.inputs.items()))
+
+    @property
+    def bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.inputs.values())
 
 
 def _digest(images: Images) -> bytes:

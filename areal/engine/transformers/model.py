@@ -1,11 +1,11 @@
-"""What a transformers config says about a model, under whichever name it says it. Needs no weights."""
+"""A transformers model whose parameters are views of one flat float32 buffer.
 
-# MERGED-DOC
-# A transformers model whose parameters are views of one flat float32 buffer.
-#
-# So its weights are published, hashed and stepped like the decoder's. The module stays in evaluation mode, also when it
-# learns: without dropout engine and trainer compute the same numbers. Sequences are padded on the right, where causal
-# attention cannot see. Shapes: B sequences, L positions, C columns whose logits are wanted, V vocabulary.
+So its weights are published, hashed and stepped like the decoder's. The module stays in evaluation mode, also in
+training: without dropout engine and trainer compute the same numbers. Sequences are padded on the right, where causal
+attention does not look. Below the model: the facts that configs state under various names.
+
+Shapes: B sequences, L positions, C columns whose logits are wanted, V vocabulary.
+"""
 
 import inspect
 import shutil
@@ -20,98 +20,50 @@ from torch import Tensor, nn
 
 from areal.api.errors import ModelError, RequestError
 from areal.api.messages import Array
-from areal.engine.transformers.images import Images, PictureInputs
+from areal.engine.transformers.images import ImageInputs, Images
 
-PLACEHOLDERS = ("image_token_id", "image_token_index", "video_token_id", "audio_token_id")
-"""What configs call the tokens that stand for something else than text."""
-POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
-UNLIMITED = 1 << 17
-"""Positions of a model that names no limit, as recurrent ones do."""
-
-
-def read_config(directory: Path) -> Any:
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(directory)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"transformers cannot read the model in {str(directory)!r}: {first_line(error)}") from None
-
-
-def positions_of(config: Any) -> int:
-    text = config.get_text_config()
-    return next((int(getattr(text, name)) for name in POSITIONS if getattr(text, name, None)), UNLIMITED)
-
-
-def sees_images(config: Any) -> bool:
-    return getattr(config, "vision_config", None) is not None
-
-
-def placeholders_of(config: Any) -> set[int]:
-    found = (getattr(config, name, None) for name in PLACEHOLDERS)
-    return {token for token in found if isinstance(token, int) and token >= 0}
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Without the bars that transformers draws while it reads and writes."""
-    from transformers.utils import logging
-
-    drawn = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if drawn:
-            logging.enable_progress_bar()
-
-
-def first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0]
-
-
-PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
-
-LOGITS = 1 << 26
+MAX_LOGITS = 1 << 26
 """Logits held at once; a single sequence may take more."""
+_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 
 
 class TransformersModel:
-    def __init__(self, directory: Path, *, learns: bool = False) -> None:
-        """Read a Hugging Face directory; one that learns gathers gradients in `flat_grad`."""
+    def __init__(self, directory: Path, *, trainable: bool = False) -> None:
+        """Read a Hugging Face directory; gradients of a trainable model accumulate in `flat_grad`."""
         self.directory = directory
         self.module = _load(directory)
         config = self.module.config
         text = config.get_text_config()
         self.vocab_size: int = text.vocab_size
         self.max_positions = positions_of(config)
-        self.flat, self.matrices = flatten(self.module)
-        """Matrices lie before everything else; `matrices` is how many values they have."""
-        self.flat_grad = torch.zeros_like(self.flat) if learns else None
-        self._gather_gradients()
+        self.flat, self.matrices = _flatten(self.module)
+        """Matrices come before everything else; `matrices` is how many values they have."""
+        self.flat_grad = torch.zeros_like(self.flat) if trainable else None
+        self._attach_gradients()
         self._parameters = inspect.signature(self.module.forward).parameters
-        self._placeholders = torch.tensor(sorted(placeholders_of(config)), dtype=torch.long)
-        self._filler = next(token for token in range(self.vocab_size) if token not in placeholders_of(config))
-        self.pictures = PictureInputs(directory, placeholders_of(config)) if sees_images(config) else None
+        placeholders = _placeholders_of(config)
+        self._placeholders = torch.tensor(sorted(placeholders), dtype=torch.long)
+        self._filler = next(token for token in range(self.vocab_size) if token not in placeholders)
+        self.images = ImageInputs(directory, placeholders) if _takes_images(config) else None
 
     def check(self, ids: Sequence[int] | Array, images: Images) -> None:
-        """Refuse pictures that are none, or that `ids` have another number of places for. Raises RequestError."""
-        if self.pictures is not None:
-            self.pictures.check(ids, images)
+        """Raise RequestError for bytes that are no images, or if `ids` do not have their placeholders."""
+        if self.images is not None:
+            self.images.check(ids, images)
         elif images:
-            raise RequestError("the model sees no pictures, got a request with some; use a vision-language model")
+            raise RequestError(f"the model takes no images, the request has {len(images)}; use a vision-language model")
 
     def shape(self, images: Images) -> tuple[Any, ...]:
-        """Sequences whose pictures have one shape can be computed together."""
-        return () if self.pictures is None else self.pictures.shape(images)
+        """Sequences whose images have one shape can be computed together."""
+        return () if self.images is None else self.images.shape(images)
 
     def logits(self, ids: Tensor, images: Sequence[Images], columns: Tensor, **options: Any) -> Tensor:
-        """Logits [B,C,V] after the tokens in `columns` of `ids` [B,L]; a picture's placeholder is never predicted."""
+        """Logits [B,C,V] after the tokens in `columns` of `ids` [B,L]; an image's placeholder is never predicted."""
         inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False, **options}
         if any(images):
-            assert self.pictures is not None
-            inputs |= self.pictures.batch(images)
-        inputs |= {name: self._places(ids) for name in self._kinds_wanted()}
+            assert self.images is not None
+            inputs |= self.images.batch(images)
+        inputs |= {name: torch.isin(ids, self._placeholders).long() for name in self._type_inputs()}
         if "logits_to_keep" in self._parameters:
             logits: Tensor = self.module(**inputs, logits_to_keep=columns).logits
         else:
@@ -121,7 +73,7 @@ class TransformersModel:
         return logits
 
     def padded(self, rows: Sequence[Sequence[int]]) -> Tensor:
-        """Ids [B,L]. What fills the rows up is never seen, but must be no placeholder."""
+        """Ids [B,L]. Nothing attends to the padding, but it must not be a placeholder."""
         length = max(map(len, rows))
         return torch.tensor([[*row, *[self._filler] * (length - len(row))] for row in rows])
 
@@ -132,16 +84,16 @@ class TransformersModel:
 
     def fits(self, count: int, length: int, columns: int, max_tokens: int) -> bool:
         """Whether that many sequences can be computed at once: their tokens with padding, and their logits."""
-        return count * length <= max_tokens and count * columns * self.vocab_size <= LOGITS
+        return count * length <= max_tokens and count * columns * self.vocab_size <= MAX_LOGITS
 
-    def seen_length(self, ids: Array) -> int:
-        """How many of `ids` hold every place of a picture."""
+    def length_with_images(self, ids: Array) -> int:
+        """How many of `ids` it takes to have every placeholder."""
         places = np.flatnonzero(np.isin(ids, self._placeholders.numpy()))
         return int(places[-1]) + 1 if len(places) else 0
 
     def load(self, directory: Path) -> None:
         """Take the weights of another directory of the same architecture."""
-        flat, _ = flatten(_load(directory))
+        flat, _ = _flatten(_load(directory))
         if flat.shape != self.flat.shape:
             raise ModelError(f"{str(directory)!r} holds {len(flat)} parameters, this model has {len(self.flat)}")
         self.flat.copy_(flat)
@@ -152,14 +104,14 @@ class TransformersModel:
         state = self.module.state_dict()
         for name, tensor in state.items():  # tied weights stay one tensor
             state[name] = clones.setdefault(tensor.data_ptr(), tensor.detach().clone())
-        with quiet():
+        with no_progress_bars():
             self.module.save_pretrained(directory, state_dict=state)
-        for name in PROCESSOR_FILES:
+        for name in _PROCESSOR_FILES:
             if (self.directory / name).exists() and self.directory != directory:
                 shutil.copyfile(self.directory / name, directory / name)
 
-    def _gather_gradients(self) -> None:
-        """Parameters are leaves whose gradients gather in one buffer, or none at all."""
+    def _attach_gradients(self) -> None:
+        """Make parameters leaves whose gradients accumulate in `flat_grad`, or constants without one."""
         at = 0
         for parameter in _in_order(self.module):
             parameter.requires_grad_(self.flat_grad is not None)
@@ -167,17 +119,28 @@ class TransformersModel:
                 parameter.grad = self.flat_grad[at : at + parameter.numel()].view_as(parameter)
             at += parameter.numel()
 
-    def _kinds_wanted(self) -> list[str]:
-        """Inputs that tell places of pictures from text; elsewhere `token_type_ids` mean something else."""
-        names = ("mm_token_type_ids", "token_type_ids") if self.pictures is not None else ()
+    def _type_inputs(self) -> list[str]:
+        """Inputs that tell image placeholders from text; in text models `token_type_ids` means something else."""
+        names = ("mm_token_type_ids", "token_type_ids") if self.images is not None else ()
         return [name for name in names if name in self._parameters]
 
-    def _places(self, ids: Tensor) -> Tensor:
-        return torch.isin(ids, self._placeholders).long()
+
+def _load(directory: Path) -> Any:
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    loader = AutoModelForImageTextToText if _takes_images(read_config(directory)) else AutoModelForCausalLM
+    try:
+        with no_progress_bars():
+            module, info = loader.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ModelError(f"transformers cannot load the model in {str(directory)!r}: {_first_line(error)}") from None
+    if missing := sorted(info["missing_keys"]):
+        raise ModelError(f"the weights in {str(directory)!r} lack {', '.join(missing[:5])}")
+    return module.eval()
 
 
-def flatten(module: nn.Module) -> tuple[Tensor, int]:
-    """Move the parameters into one buffer, matrices first; the buffer, and how many values matrices have."""
+def _flatten(module: nn.Module) -> tuple[Tensor, int]:
+    """Move the parameters into one buffer, matrices first; the buffer, and how many values the matrices have."""
     parameters = _in_order(module)
     flat = torch.empty(sum(parameter.numel() for parameter in parameters))
     at = 0
@@ -190,19 +153,54 @@ def flatten(module: nn.Module) -> tuple[Tensor, int]:
 
 
 def _in_order(module: nn.Module) -> list[nn.Parameter]:
-    """Tied weights are one parameter."""
+    """Matrices first; tied weights are one parameter."""
     return sorted(module.parameters(), key=lambda parameter: parameter.dim() <= 1)
 
 
-def _load(directory: Path) -> Any:
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
+_UNLIMITED = 1 << 17
+"""Positions of a model that names no limit, as recurrent ones do."""
+_PLACEHOLDERS = ("image_token_id", "image_token_index", "video_token_id", "audio_token_id")
+"""Configs' names for the tokens that stand for something other than text."""
 
-    loader = AutoModelForImageTextToText if sees_images(read_config(directory)) else AutoModelForCausalLM
+
+def read_config(directory: Path) -> Any:
+    from transformers import AutoConfig
+
     try:
-        with quiet():
-            module, info = loader.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ModelError(f"transformers cannot load the model in {str(directory)!r}: {first_line(error)}") from None
-    if missing := sorted(info["missing_keys"]):
-        raise ModelError(f"the weights in {str(directory)!r} lack {', '.join(missing[:5])}")
-    return module.eval()
+        return AutoConfig.from_pretrained(directory)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"transformers cannot read the model in {str(directory)!r}: {_first_line(error)}") from None
+
+
+def positions_of(config: Any) -> int:
+    """How many tokens a sequence may have."""
+    text = config.get_text_config()
+    return next((int(getattr(text, name)) for name in _POSITIONS if getattr(text, name, None)), _UNLIMITED)
+
+
+def _takes_images(config: Any) -> bool:
+    return getattr(config, "vision_config", None) is not None
+
+
+def _placeholders_of(config: Any) -> set[int]:
+    found = (getattr(config, name, None) for name in _PLACEHOLDERS)
+    return {token for token in found if isinstance(token, int) and token >= 0}
+
+
+@contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """Keep transformers from drawing bars while it reads and writes."""
+    from transformers.utils import logging
+
+    drawn = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if drawn:
+            logging.enable_progress_bar()
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]

@@ -1,4 +1,4 @@
-"""A transformers model that learns: padded batches of similar length, the head only at columns where the loss is."""
+"""Train a transformers model: padded batches of sequences of similar length, the head only at columns with a loss."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from areal.engine.training.engine import token_logprobs
-from areal.engine.training.packing import Span
+from areal.engine.training.packing import Span, token_logprobs
 from areal.engine.transformers.images import Images
 from areal.engine.transformers.model import TransformersModel
 
@@ -20,7 +19,7 @@ class PaddedPass:
     ids: Tensor
     images: list[Images]
     columns: Tensor
-    """Positions whose next token is asked for in some sequence."""
+    """Positions whose next token is wanted in some sequence."""
     picks: tuple[Tensor, Tensor]
     """Sequence and column of each asked position."""
     targets: Tensor
@@ -35,7 +34,7 @@ class PaddedPass:
 class _Item:
     span: Span
     ids: list[int]
-    """As far as they matter for what is asked."""
+    """As far as the asked positions depend on them."""
     offset: int
     """Of its first asked position among those of all spans."""
     shape: tuple[Any, ...]
@@ -45,7 +44,7 @@ class TransformersTraining:
     """Implements `TrainableModel`."""
 
     def __init__(self, model: TransformersModel) -> None:
-        assert model.flat_grad is not None, "a model that learns gathers gradients"
+        assert model.flat_grad is not None, "open the model with trainable=True"
         self.model = model
         self.flat, self.flat_grad, self.matrices = model.flat, model.flat_grad, model.matrices
 
@@ -70,7 +69,7 @@ class TransformersTraining:
         self.model.save(directory)
 
     def _items(self, spans: Sequence[Span]) -> list[_Item]:
-        """Spans that ask for something, those that are best computed together beside each other."""
+        """Spans with asked positions, in an order in which neighbours are best computed together."""
         offsets = np.cumsum([0, *(len(span.asked) for span in spans)])
         pairs = zip(spans, offsets[:-1].tolist(), strict=True)
         items = [self._item(span, offset) for span, offset in pairs if len(span.asked)]
@@ -78,7 +77,7 @@ class TransformersTraining:
 
     def _item(self, span: Span, offset: int) -> _Item:
         self.model.check(span.ids, span.images)
-        length = max(int(span.asked[-1]), self.model.seen_length(span.ids))
+        length = max(int(span.asked[-1]), self.model.length_with_images(span.ids))
         return _Item(span, span.ids[:length].tolist(), offset, self.model.shape(span.images))
 
     def _fits(self, part: list[_Item], item: _Item, max_tokens: int) -> bool:

@@ -33,7 +33,7 @@ def write_gpt2(directory: Path) -> Path:
 
 
 def write_gemma2(directory: Path) -> Path:
-    """Every other layer sees a window only, and logits are capped."""
+    """Every other layer attends to a window only, and logits are capped."""
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
     config = Gemma2Config(
@@ -73,12 +73,12 @@ def _write(directory: Path, kind: Any, config: Any) -> Path:
 
 
 @cache
-def pictures(count: int) -> list[bytes]:
+def drawn_images(count: int) -> list[bytes]:
     drawings = SHAPES.problems("train")
     return [next(drawings).png() for _ in range(count)]
 
 
-def blank_picture() -> bytes:
+def blank_image() -> bytes:
     from PIL import Image
 
     buffer = BytesIO()
@@ -87,24 +87,24 @@ def blank_picture() -> bytes:
 
 
 @cache
-def picture_ids(model: Path) -> list[int]:
-    """What stands for one picture."""
+def image_ids(model: Path) -> list[int]:
+    """The placeholders of one image."""
     processor = load_hf_processor(model)
     made = processor(text=[processor.image_token], images=[np.zeros((8, 8, 3), np.uint8)], add_special_tokens=False)
     ids: list[int] = made["input_ids"][0]
     return ids
 
 
-def requests(model: Path, count: int, *, sees: bool, **fixed: Any) -> list[ModelRequest]:
-    """Prompts of many lengths, some alike; every third one shows no picture, every fourth shows two."""
+def requests(model: Path, count: int, *, with_images: bool, **fixed: Any) -> list[ModelRequest]:
+    """Prompts of many lengths, some alike; every third one has no image, every fourth has two."""
     draw = np.random.default_rng(0)
     asked = []
     for i in range(count):
         before, after = (draw.integers(10, 250, draw.integers(1, 12)).tolist() for _ in range(2))
-        shown = [] if not sees or i % 3 == 2 else pictures(8)[i % 6 : i % 6 + (2 if i % 4 == 3 else 1)]
-        ids = before + (picture_ids(model) if shown else []) * len(shown) + after
+        images = [] if not with_images or i % 3 == 2 else drawn_images(8)[i % 6 : i % 6 + (2 if i % 4 == 3 else 1)]
+        ids = before + (image_ids(model) if images else []) * len(images) + after
         settings: dict[str, Any] = {"max_new_tokens": 4 + i, "seed": i, "temperature": (1.0, 0.6, 1.7)[i % 3]}
-        asked.append(ModelRequest(str(i), ids, GenerationHyperparameters(**settings | fixed), images=shown))
+        asked.append(ModelRequest(str(i), ids, GenerationHyperparameters(**settings | fixed), images=images))
     return asked + asked[: count // 3]  # group mates
 
 

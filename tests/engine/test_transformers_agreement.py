@@ -1,11 +1,11 @@
-"""Models that transformers computes: the engine reports the log-probs that the trainer computes, pictures included."""
+"""Models that transformers computes: the engine reports the log-probs that the trainer computes, images included."""
 
 import asyncio
 from pathlib import Path
 
 import pytest
 import torch
-from generic_models import WRITERS, batch, picture_ids, requests, sampled, trainer
+from transformers_models import WRITERS, batch, image_ids, requests, sampled, trainer
 
 from areal.engine.inference.engine import EmbeddedEngine
 from areal.engine.models import open_runner
@@ -22,7 +22,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 async def test_logprobs_agree_while_requests_come_and_go(model: Path) -> None:
     """More requests than rows, so sequences move between rows; windows are shorter than the sequences."""
     engine = EmbeddedEngine(open_runner(model), max_running=5)
-    asked = requests(model, 12, sees=model.name == "llava")
+    asked = requests(model, 12, with_images=model.name == "llava")
     answers = await asyncio.gather(*map(engine.agenerate, asked))
     torch.testing.assert_close(trainer(model).logprobs(batch(asked, answers)), sampled(answers), atol=TOLERANCE, rtol=0)
     await engine.aclose()
@@ -30,7 +30,7 @@ async def test_logprobs_agree_while_requests_come_and_go(model: Path) -> None:
 
 async def test_logprobs_agree_with_the_weights_of_each_tokens_version(model: Path) -> None:
     engine, learner = EmbeddedEngine(open_runner(model)), trainer(model)
-    asked = requests(model, 3, sees=model.name == "llava", max_new_tokens=40)
+    asked = requests(model, 3, with_images=model.name == "llava", max_new_tokens=40)
     tasks = [asyncio.create_task(engine.agenerate(request)) for request in asked]
     weights = {0: learner.flat.detach().clone()}
     for version in (1, 2):
@@ -57,17 +57,19 @@ async def test_logprobs_agree_with_the_weights_of_each_tokens_version(model: Pat
 
 
 @pytest.mark.parametrize(("name", "caches"), [("gpt2", True), ("llava", True), ("gemma2", False)])
-def test_keys_and_values_are_kept_where_every_layer_sees_everything(tmp_path: Path, name: str, caches: bool) -> None:
+def test_keys_and_values_are_kept_where_every_layer_attends_to_everything(
+    tmp_path: Path, name: str, caches: bool
+) -> None:
     runner = open_runner(WRITERS[name](tmp_path / name))
     assert isinstance(runner, TransformersRunner)
     assert runner.caches is caches
 
 
-async def test_it_never_says_what_stands_for_a_picture(tmp_path: Path) -> None:
+async def test_a_placeholder_of_an_image_is_never_sampled(tmp_path: Path) -> None:
     model = WRITERS["llava"](tmp_path / "llava")
-    asked = requests(model, 6, sees=True, temperature=50.0, max_new_tokens=100)
+    asked = requests(model, 6, with_images=True, temperature=50.0, max_new_tokens=100)
     engine = EmbeddedEngine(open_runner(model))
     answers = await asyncio.gather(*map(engine.agenerate, asked))
-    assert picture_ids(model)[0] in asked[0].input_ids
-    assert all(picture_ids(model)[0] not in response.output_tokens for response in answers)
+    assert image_ids(model)[0] in asked[0].input_ids
+    assert all(image_ids(model)[0] not in response.output_tokens for response in answers)
     await engine.aclose()

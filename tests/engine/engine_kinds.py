@@ -1,4 +1,4 @@
-"""Engines of every kind under one roof, and ways to ask them, for the tests that all of them must pass."""
+"""Engines of every kind, and requests to them, for the tests that all of them must pass."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable
@@ -22,11 +22,11 @@ from areal.engine.training.engine import TrainingEngine
 
 T = TypeVar("T")
 LONG = 600
-"""Tokens that take far longer to draw than a call to the engine takes to arrive."""
+"""Tokens that take far longer to draw than a call takes to reach the engine."""
 
 
-class House:
-    """Where engines of one kind come from, and the weights that they are given."""
+class Engines:
+    """Opens engines of one kind, and publishes weights for them."""
 
     def __init__(self, kind: str, model: Path, process: EngineProcess | None) -> None:
         self.kind, self.model, self.process = kind, model, process
@@ -48,21 +48,21 @@ class House:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=["embedded", "server", "fake"])
-async def house(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[House]:
+async def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Engines]:
     place = tmp_path_factory.mktemp("model")
     model = write_model(place / "model")
     async with AsyncExitStack() as stack:
         process = None
         if request.param == "server":
             process = await stack.enter_async_context(engine_process(model, place / "engine.log"))
-        house = House(request.param, model, process)
-        stack.callback(house.trainer.close)
-        yield house
+        engines = Engines(request.param, model, process)
+        stack.callback(engines.trainer.close)
+        yield engines
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def engine(house: House) -> AsyncIterator[InferenceEngine]:
-    engine = await house.open()
+async def engine(engines: Engines) -> AsyncIterator[InferenceEngine]:
+    engine = await engines.open()
     yield engine
     await engine.aclose()
 

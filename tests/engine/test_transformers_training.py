@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from generic_models import WRITERS, blank_picture, picture_ids, pictures, trainer, write_gpt2, write_llava
 from safetensors.torch import load_file
+from transformers_models import WRITERS, blank_image, drawn_images, image_ids, trainer, write_gpt2, write_llava
 
 from areal.api.errors import ModelError, RequestError
 from areal.config.errors import ConfigError
@@ -23,22 +23,22 @@ def llava(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_llava(tmp_path_factory.mktemp("llava"))
 
 
-def shown(model: Path, count: int = 6, images: list[bytes] | None = None) -> TokenBatch:
-    """Sequences of many lengths with a picture each, the last without; tokens before and after the picture count."""
+def batch(model: Path, count: int = 6, images: list[bytes] | None = None) -> TokenBatch:
+    """Sequences of many lengths with an image each, the last without; tokens before and after the image count."""
     draw, spans = np.random.default_rng(3), []
     for number in range(count):
         text = draw.integers(10, 250, 5 + 3 * number).tolist()
         seen = number < count - 1
-        ids = np.array([*text[:3], *(picture_ids(model) if seen else []), *text[3:]])
+        ids = np.array([*text[:3], *(image_ids(model) if seen else []), *text[3:]])
         asked = np.array([2, len(ids) - 2, len(ids) - 1])
-        spans.append(Span(ids, asked, number, ((images or pictures(8))[number],) if seen else ()))
+        spans.append(Span(ids, asked, number, ((images or drawn_images(8))[number],) if seen else ()))
     total = sum(len(span.asked) for span in spans)
     return TokenBatch(spans, torch.ones(total), {"weights": torch.full((total,), 1 / total)})
 
 
 def gradient(model: Path, **options: Any) -> torch.Tensor:
     engine = trainer(model, **options)
-    engine.train_batch(shown(model), mean_nll)
+    engine.train_batch(batch(model), mean_nll)
     return engine.flat_grad
 
 
@@ -48,14 +48,14 @@ def test_logprobs_are_those_of_plain_transformers(llava: Path) -> None:
     module = AutoModelForImageTextToText.from_pretrained(llava).eval()
     image_processor = AutoProcessor.from_pretrained(llava).image_processor
     expected = []
-    for span in shown(llava).spans:
+    for span in batch(llava).spans:
         pixels = [image_processor(decode_image(image), return_tensors="pt")["pixel_values"] for image in span.images]
         ids = torch.from_numpy(span.ids)[None]
         with torch.no_grad():
             logits = module(input_ids=ids, pixel_values=torch.cat(pixels) if pixels else None).logits[0]
-        logits[:, picture_ids(llava)[0]] = -torch.inf
+        logits[:, image_ids(llava)[0]] = -torch.inf
         expected += [float(logits[place - 1].log_softmax(-1)[span.ids[place]]) for place in span.asked]
-    torch.testing.assert_close(trainer(llava).logprobs(shown(llava)), torch.tensor(expected), atol=1e-4, rtol=0)
+    torch.testing.assert_close(trainer(llava).logprobs(batch(llava)), torch.tensor(expected), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("max_tokens", [1, 64])
@@ -67,15 +67,15 @@ def test_how_a_batch_is_cut_does_not_change_the_gradient(llava: Path, max_tokens
 def test_the_loss_reaches_the_vision_tower(llava: Path) -> None:
     model = open_trainable(llava)
     engine = trainer(llava)
-    engine.train_batch(shown(llava), mean_nll)
+    engine.train_batch(batch(llava), mean_nll)
     assert model.flat.shape == engine.flat_grad.shape
     tower = engine.model.model.module.model.vision_tower  # type: ignore[attr-defined]
     assert all(float(p.grad.abs().sum()) > 0 for n, p in tower.named_parameters() if "post_layernorm" not in n)
 
 
-def test_what_is_shown_changes_what_follows_and_nothing_before(llava: Path) -> None:
+def test_an_image_changes_what_follows_and_nothing_before(llava: Path) -> None:
     engine = trainer(llava)
-    seen, blank = engine.logprobs(shown(llava)), engine.logprobs(shown(llava, images=[blank_picture()] * 8))
+    seen, blank = engine.logprobs(batch(llava)), engine.logprobs(batch(llava, images=[blank_image()] * 8))
     changed = (seen - blank).abs().view(6, 3) > 1e-6
     assert changed[:5, 1:].all()
     assert not changed[:, 0].any()
@@ -106,9 +106,9 @@ def test_a_checkpoint_is_a_directory_that_transformers_loads(tmp_path: Path, nam
     assert ({"processor_config.json", "preprocessor_config.json"} <= written) is (name == "llava")
 
 
-def test_places_without_a_picture_are_not_learned_from(llava: Path) -> None:
-    ids = np.array([20, *picture_ids(llava), 30])
-    with pytest.raises(RequestError, match="0 pictures need 0 placeholder tokens, input_ids hold 16"):
+def test_placeholders_without_an_image_are_not_trained_on(llava: Path) -> None:
+    ids = np.array([20, *image_ids(llava), 30])
+    with pytest.raises(RequestError, match="0 images need 0 placeholder tokens, input_ids hold 16"):
         trainer(llava).logprobs(TokenBatch([Span(ids, np.array([17]), 0)], torch.ones(1)))
 
 
@@ -123,7 +123,7 @@ def test_weights_that_are_missing_are_named(tmp_path: Path) -> None:
         open_trainable(model)
 
 
-def test_a_model_type_that_nobody_knows_is_refused(tmp_path: Path) -> None:
+def test_an_unknown_model_type_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "abacus"}')
     with pytest.raises(ModelError, match="transformers cannot read the model"):
         max_positions(tmp_path)
@@ -136,7 +136,7 @@ def test_how_long_a_sequence_may_be_is_read_from_the_config(llava: Path, tmp_pat
 
 def test_what_transformers_computes_is_float32_and_keeps_its_activations(tmp_path: Path) -> None:
     model = write_gpt2(tmp_path / "gpt2")
-    with pytest.raises(ConfigError, match=r"gpt2 is computed by transformers, in float32, got rollout\.dtype=bfloat16"):
+    with pytest.raises(ConfigError, match=r"gpt2 is computed by transformers in float32, got rollout\.dtype=bfloat16"):
         open_runner(model, "bfloat16")
     with pytest.raises(ConfigError, match=r"lower actor\.max_tokens_per_mb"):
         open_trainable(model, gradient_checkpointing=True)
