@@ -15,7 +15,6 @@ from areal.engine.model.architecture import read_architecture
 from areal.engine.model.decoder import Decoder
 from areal.engine.model.weights import load_weights
 
-
 MAX_RUNNING = 256
 
 
