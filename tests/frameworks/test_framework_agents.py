@@ -120,7 +120,7 @@ async def test_two_calls_in_one_answer_are_both_answered(stage: Any, make: Maker
 
 
 @of(TOOL_AGENTS)
-async def test_text_beside_a_tool_call_stays_in_the_conversation(stage: Any, make: Maker) -> None:
+async def test_text_next_to_a_tool_call_stays_in_the_conversation(stage: Any, make: Maker) -> None:
     async with stage(lambda prompt: use_the_calculator(prompt).replace("<tool_call>", "Let me add.<tool_call>")) as s:
         assert await make().run(SUM, **s.kwargs()) == 1.0
         s.check_one_conversation(2)

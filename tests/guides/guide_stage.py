@@ -1,4 +1,4 @@
-"""What the guides' agents and workflows play on: a policy that says what a test wants, behind the real proxy."""
+"""What the guides' agents and workflows run on: the real proxy, and a policy that says what a test wants."""
 
 import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence

@@ -44,7 +44,7 @@ async def url() -> AsyncIterator[str]:
 
 
 class Careful(RolloutWorkflow):
-    """Reads a file, asks a service, generates and scores, and waits for each without stopping anybody."""
+    """Reads a file, asks a service, generates and scores, and waits for each without blocking other episodes."""
 
     made = 0
 

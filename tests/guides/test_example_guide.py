@@ -72,7 +72,7 @@ async def test_agent_that_ignores_what_it_is_given_runs_in_a_process() -> None:
     assert episode.reward == 1.0
 
 
-def test_older_spelling_of_the_mode_is_accepted_beside_the_examples_own_config() -> None:
+def test_older_spelling_of_the_mode_is_accepted_with_the_examples_own_config() -> None:
     config_file = ROOT / "examples/agent_workflow/config.yaml"
     words = ["--config", str(config_file), "scheduler.type=local", "rollout.openai.mode=subproc"]
     config, path = load_expr_config(words, GRPOConfig)

@@ -48,7 +48,7 @@ def thinking_in_the_content(message: Message, answers: AnswerFormat) -> Message:
     return {**thinking_dropped(message, answers), "content": content}
 
 
-def spoken(message: Message, calls: str) -> str:
+def with_text(message: Message, calls: str) -> str:
     return f"{message['content']}\n{calls}" if message["content"] else calls
 
 
@@ -58,14 +58,14 @@ def calls_in_the_models_syntax(message: Message, answers: AnswerFormat) -> Messa
     calls = [ToolCall(call["function"]["name"], call["function"]["arguments"]) for call in message["tool_calls"]]
     return {
         **{key: value for key, value in message.items() if key != "tool_calls"},
-        "content": spoken(message, answers.calls.render(calls)),
+        "content": with_text(message, answers.calls.render(calls)),
     }
 
 
 def calls_as_a_list(message: Message, answers: AnswerFormat) -> Message:
     if not message.get("tool_calls"):
         return message
-    content = spoken(message, f"Calling tools:\n{message['tool_calls']}")
+    content = with_text(message, f"Calling tools:\n{message['tool_calls']}")
     return {**{key: value for key, value in message.items() if key != "tool_calls"}, "content": content}
 
 

@@ -1,4 +1,4 @@
-"""A conversation with a model whose every answer is told."""
+"""A conversation with a model that says what a test wants."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -54,9 +54,9 @@ def test_new_turn_with_a_new_image_extends_the_ids_that_were_sampled(chat: Talk,
     letters = [token for letter in "a circle" for token in chat.ids(letter)]  # no tokenizer would write it so
     said = chat.say(first, [*letters, chat.end])
     prompt = chat.tree.prompt([*first, said.message, user("And ", BLUE, "?")])
-    behind = by_processor(processor, "\n<|im_start|>user\nAnd <image>?<|im_end|>\n<|im_start|>assistant\n", BLUE)
+    added = by_processor(processor, "\n<|im_start|>user\nAnd <image>?<|im_end|>\n<|im_start|>assistant\n", BLUE)
     assert prompt.extends
-    assert prompt.ids == [*said.prompt_ids.tolist(), *letters, chat.end, *behind]
+    assert prompt.ids == [*said.prompt_ids.tolist(), *letters, chat.end, *added]
     assert prompt.images == [RED, BLUE]
     assert prompt.new_images == [BLUE]
 
@@ -94,7 +94,7 @@ def test_another_image_is_another_conversation(chat: Talk) -> None:
     assert prompt.parent is None
 
 
-def test_texts_beside_each_other_mean_the_same_as_one(chat: Talk) -> None:
+def test_neighbouring_texts_are_the_same_as_one(chat: Talk) -> None:
     said = chat.say([user("What is ", "this: ", RED)], "a circle")
     assert chat.tree.prompt([user("What is this: ", RED), said.message, user("Sure?")]).extends
 

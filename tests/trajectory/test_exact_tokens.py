@@ -92,7 +92,7 @@ def test_conversations_are_recognised_and_never_misattributed(talk, style, data)
 
 
 def check_rows(chat: Any) -> None:
-    """Both styles hold each sampled token once, behind the ids that it was sampled behind."""
+    """Both styles hold each sampled token once, after the ids that it was sampled after."""
     tree = chat.tree
     described = []
     for style in ("individual", "concat"):
@@ -232,8 +232,8 @@ def test_calls_that_a_template_refuses_are_served_as_the_client_spells_them(talk
     question = {"role": "user", "content": "1+2"}
     node = chat.say([question], '<tool_call>{"name": "add", "arguments": {}}</tool_call>', tools=TOOLS)
     assert node.message["tool_calls"]
-    spoken = {"role": "assistant", "content": '<tool_call>{"name": "add", "arguments": {}}</tool_call>'}
-    messages = [question, spoken, {"role": "user", "content": "Observation: 3"}]
+    as_text = {"role": "assistant", "content": '<tool_call>{"name": "add", "arguments": {}}</tool_call>'}
+    messages = [question, as_text, {"role": "user", "content": "Observation: 3"}]
     prompt = chat.tree.prompt(messages, TOOLS)
     assert prompt.parent == node.index
 
@@ -248,6 +248,6 @@ def test_what_is_stored_grows_with_what_is_new(talk, style):
         stored.append(len(node.prompt_ids) + len(node.output_ids))
         messages = [*messages, node.message, {"role": "user", "content": f"question {turn}"}]
     if STYLES[style].thinks:
-        return  # such a template writes the past anew, which is counted instead
+        return  # such a template rewrites the past, which is counted instead
     assert sum(stored) == len(chat.tree.token_ids(chat.tree.completions[-1]))
     assert max(stored[1:]) <= min(stored[1:]) + 4

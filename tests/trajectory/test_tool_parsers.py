@@ -58,7 +58,7 @@ ADD = [tool("add", a={"type": "integer"})]
 )
 def test_call_is_read(parser, text):
     assert read(parser, text, ADD) == ("", [("add", {"a": 1})])
-    if parser != "llama3":  # there a call stands at the beginning
+    if parser != "llama3":  # there a call is at the beginning
         assert read(parser, f"Let me see.\n{text}", ADD) == ("Let me see.", [("add", {"a": 1})])
 
 
@@ -70,7 +70,7 @@ def test_parallel_calls_keep_their_order(parser):
 
 
 @pytest.mark.parametrize("parser", PARSERS)
-def test_text_around_calls_stands_on_lines_of_its_own(parser):
+def test_text_around_calls_is_on_lines_of_its_own(parser):
     block = TOOL_PARSERS[parser].render([ToolCall("f", {})])
     if parser == "llama3":
         assert read(parser, f"{block}\n\nafter") == ("after", [("f", {})])
@@ -158,7 +158,7 @@ def test_call_that_was_cut_off_stays_text(parser):
     assert read(parser, text) == (text, [])
 
 
-def test_malformed_call_beside_a_good_one_stays_text():
+def test_malformed_call_next_to_a_good_one_stays_text():
     text = '<tool_call>oops</tool_call>\n<tool_call>{"name": "add", "arguments": {}}</tool_call>'
     assert read("hermes", text) == ("<tool_call>oops</tool_call>", [("add", {})])
 

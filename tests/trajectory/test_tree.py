@@ -62,11 +62,11 @@ def test_truncated_answer_is_closed_by_the_template(talk, style):
     chat = talk(style)
     first = chat.say([user("hello")], chat.ids("cut of"), stop_reason="length")
     prompt = chat.tree.prompt([user("hello"), assistant("cut of"), user("go on")])
-    behind = prompt.ids[len(chat.tree.token_ids(first)) :]
+    after = prompt.ids[len(chat.tree.token_ids(first)) :]
     assert first.truncated
     assert first.end_id is None
     assert prompt.extends
-    assert behind.count(chat.end) >= 1
+    assert after.count(chat.end) >= 1
 
 
 @pytest.mark.parametrize("style", ["llama3", "gemma"])
@@ -205,7 +205,7 @@ def test_deepest_recorded_turn_is_the_parent(talk):
     assert prompt.parent == second.index
 
 
-def test_unrecorded_turn_behind_a_recorded_one_is_rendered(talk):
+def test_unrecorded_turn_after_a_recorded_one_is_rendered(talk):
     chat = talk("chatml")
     first = chat.say([user("a")], "1")
     messages = [user("a"), assistant("1"), user("b"), assistant("by hand"), user("c")]
@@ -214,7 +214,7 @@ def test_unrecorded_turn_behind_a_recorded_one_is_rendered(talk):
     assert prompt.ids == chat.ids(chat.tree.renderer.render(messages, None))
 
 
-def test_of_equal_siblings_the_one_whose_call_ids_come_back_is_meant(talk):
+def test_of_equal_siblings_the_one_whose_call_ids_come_back_is_the_parent(talk):
     chat = talk("chatml")
     siblings = [chat.say([user("1+2")], CALL, tools=TOOLS, choice=choice) for choice in range(3)]
     for sibling in siblings:
@@ -223,7 +223,7 @@ def test_of_equal_siblings_the_one_whose_call_ids_come_back_is_meant(talk):
         assert chat.tree.prompt(messages, TOOLS).parent == sibling.index
 
 
-def test_of_siblings_that_nothing_tells_apart_the_latest_is_meant(talk):
+def test_of_siblings_that_nothing_tells_apart_the_latest_is_the_parent(talk):
     chat = talk("chatml")
     chat.say([user("a")], "1")
     latest = chat.say([user("a")], "1")

@@ -1,4 +1,4 @@
-"""Questions about pictures without HTTP: the tokens and pictures that an agent would have caused."""
+"""Questions about images without HTTP: the tokens and images that an agent would have caused."""
 
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ async def right(prompt: str, completion: str, prompt_ids: list[int], completion_
     return float(completion == data.get("answer", "a red circle"))
 
 
-async def test_row_has_expanded_placeholders_and_its_pictures(tokenizer: Any, engine: FakeEngine) -> None:
+async def test_row_has_expanded_placeholders_and_its_images(tokenizer: Any, engine: FakeEngine) -> None:
     workflow = VisionRLVRWorkflow(right, GCONFIG, tokenizer)
     row = await workflow.arun_episode(engine, {"messages": SHOWN, "answer": "a red circle"})
     assert row["images"] == [[RED]]
@@ -64,7 +64,7 @@ async def test_prompt_has_the_tokens_that_an_agent_would_cause(
         assert row["input_ids"][0].tolist() == client.tree.token_ids(client.tree.completions[0])
 
 
-async def test_pictures_come_in_every_shape(tokenizer: Any, engine: FakeEngine, tmp_path: Path) -> None:
+async def test_images_come_in_every_shape(tokenizer: Any, engine: FakeEngine, tmp_path: Path) -> None:
     path = tmp_path / "red.png"
     path.write_bytes(RED)
     workflow = VisionRLVRWorkflow(right, GCONFIG, tokenizer)
@@ -104,7 +104,7 @@ async def test_task_that_cannot_be_shown_is_refused(
         await VisionRLVRWorkflow(right, GCONFIG, tokenizer).arun_episode(engine, task)
 
 
-async def test_task_without_pictures_is_served_too(tokenizer: Any, engine: FakeEngine) -> None:
+async def test_task_without_images_is_served_too(tokenizer: Any, engine: FakeEngine) -> None:
     workflow = VisionRLVRWorkflow(right, GCONFIG, tokenizer)
     row = await workflow.arun_episode(engine, {"messages": [{"role": "user", "content": "Hello"}]})
     assert row["images"] == [[]]
@@ -128,7 +128,7 @@ async def test_config_fills_the_processor_and_the_workflow_travels(
     assert row["images"] == [[RED]]
 
 
-async def test_episode_keeps_pictures_on_its_way_to_the_trainer(tokenizer: Any, engine: FakeEngine) -> None:
+async def test_episode_keeps_images_on_its_way_to_the_trainer(tokenizer: Any, engine: FakeEngine) -> None:
     runner = WorkflowRunner(VisionRLVRWorkflow(right, GCONFIG, tokenizer), engine, tokenizer)
     episode, digests = await run_episode(runner, {"messages": SHOWN}, WorkflowContext(), greedy=False, seconds=60)
     assert [row.images for row in episode.rows] == [[RED]]
