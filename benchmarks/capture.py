@@ -39,7 +39,7 @@ TOOLS = [
 WORDS = "the quick brown fox jumps over the lazy dog and asks for 12 more numbers to be added up "
 
 Turn = Callable[[int, Renderer], tuple[str, list[dict[str, Any]]]]
-"""The answer of a turn, and what the client says to it."""
+"""The answer of a turn, and the client's messages after it."""
 
 
 def chat_turn(number: int, renderer: Renderer) -> tuple[str, list[dict[str, Any]]]:
@@ -104,7 +104,7 @@ def converse(renderer: Renderer, turn: Turn, *, forget: bool = False, weigh: boo
     tree, costs = TimedTree(renderer), Costs()
     messages: list[dict[str, Any]] = [{"role": "system", "content": WORDS}, {"role": "user", "content": WORDS}]
     for number in range(TURNS):
-        answer, said = turn(number, renderer)
+        answer, newer = turn(number, renderer)
         output = [*renderer.encode(answer), renderer.tokenizer.eos_token_id]
         wire = orjson.dumps(messages)
         if forget:
@@ -127,7 +127,7 @@ def converse(renderer: Renderer, turn: Turn, *, forget: bool = False, weigh: boo
             costs.stored.append(stored_bytes(tree))
         message = tree.completions[-1].message
         call_id = "".join(call["id"] for call in message.get("tool_calls", ()))
-        messages = [*messages, message, *({**each, "tool_call_id": call_id} for each in said)]
+        messages = [*messages, message, *({**each, "tool_call_id": call_id} for each in newer)]
     assert all(node.extends for node in tree.completions[1:])
     return costs
 

@@ -1,7 +1,7 @@
-"""What the proxy adds to a model call: latency and processor time, over TCP and in process, beside LiteLLM's proxy.
+"""What the proxy adds to a model call: latency and processor time, over TCP and in process, compared with LiteLLM's.
 
-The engine behind it costs nothing. Calls are driven by a raw client (aiohttp, no SDK) in this process; the proxy is a
-process of its own, one worker. LiteLLM runs in an environment of its own and forwards to a bare server with a
+Its engine costs nothing. Calls are driven by a raw client (aiohttp, no SDK) in this process; the proxy is a process of
+its own, with one worker. LiteLLM runs in an environment of its own and forwards to a bare server with a
 constant answer.
 """
 

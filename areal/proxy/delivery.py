@@ -42,7 +42,7 @@ class Delivery:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             async with self._claim() as answer:
-                await self._attend(answer, receive, send)
+                await self._send_while_connected(answer, receive, send)
         except _ClientGone:
             return
         except Exception as error:
@@ -64,7 +64,7 @@ class Delivery:
     def _begin_answer(self) -> SharedAnswer:
         return SharedAnswer(self._generation.events(self._session, self._call))
 
-    async def _attend(self, answer: SharedAnswer, receive: Receive, send: Send) -> None:
+    async def _send_while_connected(self, answer: SharedAnswer, receive: Receive, send: Send) -> None:
         """Send the answer while its client is connected and its session is open. Raises _ClientGone or ApiError 410."""
         task = asyncio.current_task()
         assert task is not None

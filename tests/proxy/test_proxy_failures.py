@@ -4,9 +4,9 @@ import json
 
 import openai
 import pytest
-from conversations import QUESTION, ask, post
+from conversations import ADD, QUESTION, ask, post
 
-from areal.api.errors import ContextLengthError, EngineError, RequestError
+from areal.api.errors import ContextLengthError, EngineError, GrammarError, RequestError
 from areal.proxy import ProxyLimits
 
 WAIT_SECONDS = 10
@@ -124,6 +124,16 @@ async def test_engines_failures_have_their_status(client, session, engine, failu
     assert error.value.status_code == status
     assert error.value.code == code
     assert session.tree.completions == []
+
+
+async def test_grammar_that_fails_is_the_fault_of_the_parameter_that_asked_for_it(proxy, session, engine):
+    engine.failure = GrammarError("no token of this model continues the answer")
+    json_object = {"type": "json_object"}
+    for parameters, name in (({"response_format": json_object}, "response_format"), ({"tools": [ADD]}, "tools")):
+        answer = await post(proxy, session, **parameters)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
+    answer = await post(proxy, session, route="responses", text={"format": json_object})
+    assert answer.json()["error"]["param"] == "text.format"
 
 
 async def test_internal_failure_tells_the_client_nothing(proxy, session, engine):
