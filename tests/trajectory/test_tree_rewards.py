@@ -66,7 +66,20 @@ def test_dict_goes_to_the_completions_it_names(chain):
 
 @pytest.mark.parametrize(
     "bad",
-    [math.nan, math.inf, "1.0", "", [1.0], np.array([1.0]), torch.tensor([1.0]), {}, {"nobody": 1.0}, {7: 1.0}, 1j],
+    [
+        math.nan,
+        math.inf,
+        "1.0",
+        "",
+        [1.0],
+        np.array([1.0]),
+        torch.tensor([1.0]),
+        {},
+        {"unknown": 1.0},
+        {7: 1.0},
+        1j,
+        10**400,
+    ],
 )
 def test_what_is_no_reward_is_refused_naming_agent_and_value(chain, bad):
     with pytest.raises(RewardInvalid, match="MyAgent"):
