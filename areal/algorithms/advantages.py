@@ -13,7 +13,7 @@ def group_advantages(
     norm: Literal["none", "group", "batch"] = "none",
     eps: float = 1e-6,
 ) -> Tensor:
-    """Advantages [C]: return minus the mean over the group's completions, divided by a standard deviation if asked."""
+    """Advantages [C]: return minus the mean over the group's completions; `norm` divides by a standard deviation."""
     _, index = torch.unique(groups_C, return_inverse=True)
     advantages = returns_C - _group_mean(returns_C, index) if baseline == "mean" else returns_C.clone()
     if norm == "group":
@@ -25,7 +25,7 @@ def group_advantages(
 
 
 def loss_weights(completions_N: Tensor, norm: Literal["token", "completion"]) -> Tensor:  # noqa: N803
-    """What each token's loss is multiplied by [N], summing to 1: equal tokens, or equal completions."""
+    """The weight of each token's loss [N]; they sum to 1, equal for all tokens or in sum for all completions."""
     _, index, counts = torch.unique(completions_N, return_inverse=True, return_counts=True)
     if norm == "token":
         return torch.full(completions_N.shape, 1.0 / len(completions_N))

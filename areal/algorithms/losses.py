@@ -8,11 +8,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """Loss per token [N] and what happened to the ratio, to be weighted and summed by the caller."""
+    """Loss per token [N] and what became of the ratio; the caller weights and sums them."""
 
     loss: Tensor
     clipped: Tensor
-    """1 where the clip decided."""
+    """1 where the clip bounds the loss."""
     ratio: Tensor
 
 

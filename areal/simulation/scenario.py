@@ -92,7 +92,7 @@ class _Simulation:
             pipeline.publish(version + 1, "")
         seconds = asyncio.get_running_loop().time()
         await pipeline.aclose()
-        return self._prediction(cluster, seconds, pipeline.tally.counts.total())
+        return self._prediction(cluster, seconds, pipeline.rejections.counts.total())
 
     def _count(self, groups: list[GroupResult], version: int) -> int:
         """Tokens of a batch that is trained at `version`."""

@@ -1,1 +1,4 @@
-"""Assemble the parts a config names, and the loop: take a batch, advantages, step, publish weights, checkpoint."""
+"""Training runs: assemble the parts that a config names, then take a batch, update, publish the weights, record, save.
+
+`ppo.py` and `sft.py` are the two kinds of run; `run.py` is what they share.
+"""

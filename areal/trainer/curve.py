@@ -1,4 +1,4 @@
-"""Draw a run's reward curve to a picture. Reads rows of metrics, knows nothing else of a run."""
+"""Draw a run's reward curve from the rows of its metrics."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +12,7 @@ WINDOW_SHARE = 20
 
 HELD_OUT: dict[str, dict[str, Any]] = {
     "eval_reward": {"label": "held-out, sampled", "color": ACCENT, "marker": "o", "linestyle": "--"},
-    # Greedy success is measured at the ends only: a line between two points would claim what nobody saw.
+    # Greedy success is measured at both ends only: a line between the points would claim what was not measured.
     "eval_greedy_reward": {"label": "held-out, greedy", "color": SECOND, "marker": "D", "linestyle": "none"},
 }
 

@@ -31,8 +31,9 @@ from areal.infra.rpc.connect import DriverListener
 from areal.infra.rpc.wire import api_wire
 from areal.infra.scheduler import Command, Placement, make_scheduler
 from areal.rollout.admission import Admission
+from areal.rollout.dispatch import GroupWorker
 from areal.rollout.loading import WorkflowSpec
-from areal.rollout.pipeline import Filter, GroupWorker, Pipeline, Rejections, TaskStream
+from areal.rollout.pipeline import Filter, Pipeline, Rejections, TaskStream
 from areal.rollout.worker import RolloutWorker
 from areal.utils.closing import Closing
 
@@ -132,8 +133,8 @@ class Fleet(Closing):
         self._wait(publish())
 
     @property
-    def tally(self) -> Rejections:
-        return self._running.tally
+    def rejections(self) -> Rejections:
+        return self._running.rejections
 
     @property
     def stalls(self) -> list[str]:

@@ -1,7 +1,7 @@
 """Train an agent's model by reinforcement: `with PPOTrainer(config) as trainer: trainer.train(workflow=...)`.
 
-`PPOTrainer` assembles the parts that the config names. `_PPORun` is the run; begin reading at its `_steps`, the training
-loop.
+`PPOTrainer` assembles the parts that the config names. `_PPORun` is the run; its `_steps` is the training loop, a good
+place to begin reading.
 """
 
 import time
@@ -112,7 +112,7 @@ class _Plan:
 
 class _PPORun(TrainingRun):
     def __init__(self, plan: _Plan, parts: RunParts, update: PolicyUpdate, journal: Journal, fleet: Fleet) -> None:
-        super().__init__(plan.config, parts, journal.progress)
+        super().__init__(plan.config, parts, journal.progress, lambda: fleet.call_soon(self._stop_waiting))
         self._plan = plan
         self._config = plan.config
         self._update = update
@@ -173,7 +173,7 @@ class _PPORun(TrainingRun):
             self._settled.add(task_id)
 
     def _record(self, groups: list[GroupResult], figures: dict[str, float], began: float) -> None:
-        counts = self._fleet.tally.counts
+        counts = self._fleet.rejections.counts
         rejected = {f"rejected/{reason}": float(count) for reason, count in counts.items()}
         seconds = {"step_seconds": time.monotonic() - began}
         self._journal.step(self._step, groups, {**seconds, "rejected": float(counts.total()), **rejected, **figures})
@@ -193,10 +193,8 @@ class _PPORun(TrainingRun):
         settled = {"below": self._settled.below, "beyond": sorted(self._settled.beyond)}
         return {"settled": settled, "account": asdict(self._journal.account)}
 
-    def _on_interrupt(self) -> None:
-        self._fleet.call_soon(self._announce_stop)
-
-    def _announce_stop(self) -> None:
+    def _stop_waiting(self) -> None:
+        """Ctrl-C: whatever waits for episodes raises Interrupted. Runs on the fleet's event loop."""
         self._progress.say(display.STOPPING)
         self._fleet.fail(Interrupted())
 
@@ -209,7 +207,7 @@ class _PPORun(TrainingRun):
             "training_seconds": sum(end - start for start, end in self._training),
             "weight_pause_seconds": pause_figures(self._fleet.engine_pauses()),
             "cpu_seconds": {name: used - self._cpu_before[name] for name, used in self._fleet.cpu_seconds().items()},
-            "rejections": dict(self._fleet.tally.counts),
+            "rejections": dict(self._fleet.rejections.counts),
             "stalls": self._fleet.stalls,
         }
 

@@ -39,16 +39,14 @@ class RunParts:
 
     directory: RunDirectory
     engine: TrainingEngine
-    """Where the newest checkpoint left off."""
+    """With the weights and the optimizer of the newest checkpoint, if there is one."""
     tokenizer: Any
     total_steps: int
     state: dict[str, Any]
-    """What that checkpoint says besides; only `step`, 0, if there is none."""
+    """The trainer's state in that checkpoint; `{"step": 0}` if there is none."""
 
 
 class Trainer(Closing):
-    config: ExperimentConfig
-
     def __init__(self, config: ExperimentConfig, task_count: int) -> None:
         """A built-in model is made now unless the cache has it."""
         self.config = config
@@ -85,7 +83,14 @@ class Trainer(Closing):
 
 
 class TrainingRun(ABC):
-    def __init__(self, config: ExperimentConfig, parts: RunParts, progress: Progress) -> None:
+    def __init__(
+        self,
+        config: ExperimentConfig,
+        parts: RunParts,
+        progress: Progress,
+        on_interrupt: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`on_interrupt` as in `Interruption`."""
         self._saver = config.saver
         self._directory = parts.directory
         self._engine = parts.engine
@@ -94,7 +99,7 @@ class TrainingRun(ABC):
         self._progress = progress
         self._step: int = parts.state["step"]
         """Steps taken so far, in earlier sessions too."""
-        self._interruption = Interruption(self._on_interrupt)
+        self._interruption = Interruption(on_interrupt)
 
     def execute(self) -> TrainResult:
         """Train to the last step; on Ctrl-C save and raise KeyboardInterrupt."""
@@ -116,22 +121,19 @@ class TrainingRun(ABC):
 
     @abstractmethod
     def _summary(self) -> dict[str, Any]:
-        """What the run came to, for summary.json."""
+        """The result, for summary.json."""
 
     def _state(self) -> dict[str, Any]:
-        """What a checkpoint keeps besides the engine and the step."""
+        """What a checkpoint keeps in addition to the engine and the step."""
         return {}
 
     def _result_lines(self, summary: dict[str, Any]) -> list[str]:
-        """What is said of the result at the end."""
+        """What is printed about the result at the end."""
         return []
 
     def _draw_curve(self) -> Path | None:
         """Draw the reward curve, if the run has one; returns where it is."""
         return None
-
-    def _on_interrupt(self) -> None:
-        """Called in the signal handler at the first Ctrl-C."""
 
     def _due(self, freq_steps: int | None) -> bool:
         return freq_steps is not None and self._step % freq_steps == 0 and self._step < self._total_steps
@@ -167,9 +169,9 @@ class Interrupted(Exception):
 class Interruption:
     """While entered, the first Ctrl-C asks the run to end in order, and a second one ends it at once."""
 
-    def __init__(self, notify: Callable[[], None] = lambda: None) -> None:
-        """`notify` is called at the first Ctrl-C; it must be safe inside a signal handler."""
-        self._notify = notify
+    def __init__(self, on_interrupt: Callable[[], None] = lambda: None) -> None:
+        """`on_interrupt` is called at the first Ctrl-C; it must be safe inside a signal handler."""
+        self._on_interrupt = on_interrupt
         self._asked = False
         # Python delivers signals to the main thread only, and only that thread may choose what they do.
         self._works = threading.current_thread() is threading.main_thread()
@@ -193,4 +195,4 @@ class Interruption:
         if self._asked:
             raise KeyboardInterrupt
         self._asked = True
-        self._notify()
+        self._on_interrupt()

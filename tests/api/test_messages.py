@@ -6,7 +6,7 @@ from areal.api.messages import Episode, GroupResult, Row
 
 
 def row(versions: list[int]) -> Row:
-    """-1 stands for a token of the prompt."""
+    """-1 = a token of the prompt."""
     array = np.array(versions, dtype=np.int32)
     zeros = np.zeros(len(versions), dtype=np.float32)
     return Row(np.arange(len(versions)), array >= 0, zeros, array, zeros, np.minimum(array, 0), zeros + 1, reward=1.0)

@@ -84,7 +84,7 @@ def make_conversation(*messages: dict[str, Any], reward: float = 1.0) -> Episode
 
 
 def _versioned_row(versions: list[int]) -> Row:
-    """-1 stands for a token of the prompt."""
+    """-1 = a token of the prompt."""
     array = np.array(versions, dtype=np.int32)
     zeros = np.zeros(len(versions), dtype=np.float32)
     index = np.where(array >= 0, 0, -1)

@@ -48,7 +48,7 @@ def test_half_written_last_line_of_a_killed_run_is_dropped(tmp_path: Path) -> No
     assert [row["step"] for row in read_metrics(tmp_path)] == [0, 1]
 
 
-def test_tensorboard_events_are_written_beside(tmp_path: Path) -> None:
+def test_tensorboard_events_are_written_too(tmp_path: Path) -> None:
     with MetricsLog(tmp_path) as log:
         log.write(0, {"reward": 0.5})
     (events,) = (tmp_path / "tensorboard").glob("events.out.tfevents.*")

@@ -1,5 +1,7 @@
 """Supervised training through its public class, on the built-in model."""
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,8 @@ from areal import SFTTrainer
 from areal.api.errors import DatasetError, RunExists
 from areal.config.experiment import DatasetConfig, SFTConfig
 from areal.config.training import SaverConfig
+from areal.engine.training.supervised import mean_nll
+from areal.trainer import sft
 from areal.trainer.logs import read_metrics
 
 
@@ -64,6 +68,27 @@ def test_resumed_training_ends_with_the_same_weights(tmp_path: Path, tiny_math: 
     assert all(torch.equal(expected[name], got[name]) for name in expected)
     with pytest.raises(RunExists), SFTTrainer(config(tmp_path / "cut", tiny_math)) as trainer:
         trainer.train()
+
+
+@pytest.mark.timeout(300)
+def test_ctrl_c_saves_the_step_and_the_same_run_goes_on(
+    tmp_path: Path, tiny_math: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def press_ctrl_c(*args: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        monkeypatch.undo()
+        return mean_nll(*args)
+
+    monkeypatch.setattr(sft, "mean_nll", press_ctrl_c)
+    with pytest.raises(KeyboardInterrupt), SFTTrainer(config(tmp_path, tiny_math)) as trainer:
+        trainer.train()
+    run_dir = tmp_path / "sft/one"
+    assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step-000001"]
+    assert "stopped after step 1 of 4; everything is saved in " in capfd.readouterr().err
+    with SFTTrainer(config(tmp_path, tiny_math)) as trainer:
+        trainer.train()
+    assert [row["step"] for row in read_metrics(run_dir)] == [1, 2, 3, 4]
+    assert "(resuming after step 1)" in capfd.readouterr().err
 
 
 def test_conversation_without_an_answer_is_refused_by_number(tmp_path: Path, tiny_math: Path) -> None:
