@@ -15,6 +15,8 @@ from areal.api.errors import RejectReason, RewardInvalid, RewardTimeout
 from areal.api.reward_api import AsyncRewardWrapper, Limits, Reject, Value
 from areal.config.errors import ConfigError
 
+pytestmark = pytest.mark.slow
+
 
 def length_reward(prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], **data: Any) -> float:
     return len(completion) * data["scale"]

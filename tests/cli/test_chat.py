@@ -17,6 +17,8 @@ from areal.engine.model.decoder import initialise
 from areal.engine.training.engine import TrainingEngine
 from areal.trajectory import Renderer
 
+pytestmark = pytest.mark.slow
+
 MAX_POSITIONS = 256
 
 

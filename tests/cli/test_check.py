@@ -11,6 +11,8 @@ import pytest
 
 from areal.cli.main import main
 
+pytestmark = pytest.mark.slow
+
 HEAD = """
 import asyncio
 import contextlib

@@ -11,6 +11,8 @@ from openai import OpenAI
 
 from areal.cli.main import main
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 KEY = "sk-chosen-by-me"
 SECONDS = 120

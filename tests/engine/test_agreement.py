@@ -20,6 +20,8 @@ from areal.engine.training.engine import TokenBatch, TrainingEngine
 from areal.engine.training.packing import Span
 from areal.utils.hf_utils import load_hf_tokenizer
 
+pytestmark = pytest.mark.slow
+
 TOLERANCE = 1e-4
 SETTINGS: list[dict[str, Any]] = [
     {"temperature": 1.0},

@@ -9,7 +9,7 @@ from tiny_models import byte_tokenizer
 from areal.api.engine_api import InferenceEngine
 from areal.api.errors import ContextLengthError, EngineError, RequestError
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 
 async def test_it_is_an_inference_engine(engine: InferenceEngine) -> None:

@@ -14,6 +14,8 @@ from areal.engine.model.architecture import Architecture, RopeScaling, read_arch
 from areal.engine.model.decoder import Decoder
 from areal.engine.model.weights import load_weights
 
+pytestmark = pytest.mark.slow
+
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 100.0,

@@ -15,6 +15,8 @@ from areal.config.rollout import GenerationHyperparameters
 from areal.engine.inference.decoder_runner import DecoderRunner
 from areal.engine.inference.engine import EmbeddedEngine
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 async def engine() -> AsyncIterator[EmbeddedEngine]:

@@ -14,6 +14,8 @@ from areal.api.errors import EngineError, ProcessDied
 from areal.api.io_struct import ModelRequest
 from areal.config.rollout import GenerationHyperparameters
 
+pytestmark = pytest.mark.slow
+
 REQUEST = ModelRequest("r", [1, 2, 3], GenerationHyperparameters(max_new_tokens=4000, seed=1))
 
 

@@ -21,6 +21,8 @@ from areal.engine.inference.fake import FakeEngine
 from areal.engine.inference.grammar import GrammarCompiler
 from areal.infra.rpc.wire import api_wire
 
+pytestmark = pytest.mark.slow
+
 PROMPT = [1, 2, 3]
 END = 2
 LIST = {

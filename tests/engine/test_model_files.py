@@ -15,6 +15,8 @@ from areal.engine.model.decoder import Decoder
 from areal.engine.model.weights import load_weights
 from areal.engine.models import find_model
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:

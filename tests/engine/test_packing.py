@@ -1,6 +1,7 @@
 """However sequences are laid together, each token sees its own sequence and nothing else."""
 
 import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from areal.engine.training.engine import TokenBatch, TrainingEngine
 from areal.engine.training.packing import Span, pack
+
+pytestmark = pytest.mark.slow
 
 ENGINE = training_engine()
 

@@ -20,6 +20,8 @@ from areal.engine.inference.engine import EmbeddedEngine
 from areal.engine.training.engine import TokenBatch, TrainingEngine
 from areal.engine.training.packing import Span
 
+pytestmark = pytest.mark.slow
+
 TOLERANCE = 1e-4
 
 

@@ -12,7 +12,7 @@ from areal.api.engine_api import InferenceEngine
 from areal.api.errors import ContextLengthError, EngineError
 from areal.api.io_struct import TokenChunk
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 
 async def stream(engine: InferenceEngine, *args: Any, **settings: Any) -> list[TokenChunk]:

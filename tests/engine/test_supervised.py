@@ -9,6 +9,8 @@ from areal.api.errors import ModelError
 from areal.engine.builtin.text import CALCULATOR_TOOLS
 from areal.engine.training.supervised import mean_nll, supervised_batch, supervised_span
 
+pytestmark = pytest.mark.slow
+
 CONVERSATION: list[dict[str, Any]] = [
     {"role": "user", "content": "Sort 21"},
     {"role": "assistant", "content": "21"},

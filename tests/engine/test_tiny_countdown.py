@@ -4,10 +4,14 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
+import pytest
+
 from areal.dataset.builtin import COUNTDOWN, Problem, split_of
 from areal.engine.builtin.text import TINY_COUNTDOWN
 from areal.engine.model.architecture import read_architecture
 from areal.utils.hf_utils import load_hf_tokenizer
+
+pytestmark = pytest.mark.slow
 
 
 def test_it_is_made_as_a_model_with_its_tokenizer(tmp_path: Path) -> None:

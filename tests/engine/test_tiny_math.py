@@ -17,6 +17,8 @@ from areal.engine.inference.server import load_engine
 from areal.engine.model.architecture import read_architecture
 from areal.utils.hf_utils import load_hf_tokenizer
 
+pytestmark = pytest.mark.slow
+
 CONVERSATION: list[dict[str, Any]] = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "Sort 5291"},

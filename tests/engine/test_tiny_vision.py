@@ -17,6 +17,8 @@ from areal.trajectory.rendering import Renderer
 from areal.utils.hf_utils import load_hf_processor, load_hf_tokenizer
 from areal.utils.images import decode_image
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def directory() -> Path:

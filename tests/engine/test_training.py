@@ -18,6 +18,8 @@ from areal.engine.training.engine import TokenBatch, TrainingEngine, learning_ra
 from areal.engine.training.figures import Figures
 from areal.engine.training.packing import PackedDecoder, Span
 
+pytestmark = pytest.mark.slow
+
 
 def batch(seed: int = 0, groups: int = 4, members: int = 3) -> TokenBatch:
     """Groups with a shared prompt, answers of different lengths."""

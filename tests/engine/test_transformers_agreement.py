@@ -11,6 +11,8 @@ from areal.engine.inference.engine import EmbeddedEngine
 from areal.engine.models import open_runner
 from areal.engine.transformers.runner import TransformersRunner
 
+pytestmark = pytest.mark.slow
+
 TOLERANCE = 1e-4
 
 

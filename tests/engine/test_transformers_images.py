@@ -16,6 +16,8 @@ from areal.engine.inference.server import load_engine
 from areal.engine.transformers import images as images_module
 from areal.engine.transformers.images import ImageInputs
 
+pytestmark = pytest.mark.slow
+
 GREEDY = GenerationHyperparameters(max_new_tokens=3, greedy=True)
 
 

@@ -17,6 +17,8 @@ from areal.engine.training.packing import Span
 from areal.engine.training.supervised import mean_nll
 from areal.utils.images import decode_image
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def llava(tmp_path_factory: pytest.TempPathFactory) -> Path:

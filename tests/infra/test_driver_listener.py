@@ -11,6 +11,8 @@ from areal.infra.rpc.channel import ChannelClosed
 from areal.infra.rpc.connect import ADDRESS_VARIABLE, SECRET_VARIABLE, DriverListener, connect, connect_to_driver
 from areal.infra.rpc.wire import api_wire
 
+pytestmark = pytest.mark.slow
+
 CHILD = """
 import asyncio, os
 from areal.infra.rpc.wire import api_wire

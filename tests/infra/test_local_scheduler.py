@@ -12,6 +12,8 @@ import pytest
 from areal.api.errors import ConfigError
 from areal.infra.scheduler import Command, LocalScheduler, make_scheduler
 
+pytestmark = pytest.mark.slow
+
 REPORT = """
 import os, signal, socket, subprocess, sys
 

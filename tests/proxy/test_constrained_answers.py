@@ -20,6 +20,8 @@ from areal.engine.model.architecture import Architecture
 from areal.engine.model.decoder import Decoder, initialise
 from areal.proxy import Proxy, Session
 
+pytestmark = pytest.mark.slow
+
 POSITIONS = 4096
 SCHEMA = {
     "type": "object",

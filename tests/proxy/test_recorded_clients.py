@@ -20,6 +20,8 @@ from areal.engine.model.architecture import Architecture
 from areal.engine.model.decoder import Decoder, initialise
 from areal.proxy import Proxy, Session
 
+pytestmark = pytest.mark.slow
+
 RECORDED = sorted((Path(__file__).parent / "clients").glob("*.json"))
 WHOLE: dict[str, Any] = {"completions": ChatCompletion, "responses": Response, "messages": Message}
 STREAMED: dict[str, Any] = {

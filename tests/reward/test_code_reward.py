@@ -11,6 +11,8 @@ from areal.api.reward_api import AsyncRewardWrapper
 from areal.reward import SandboxLimits, code_reward
 from areal.reward.code import extract_program
 
+pytestmark = pytest.mark.slow
+
 ADD = "Here it is:\n```python\ndef add(a, b):\n    return a + b\n```\nIt adds."
 SUM = "```python\nprint(sum(map(int, input().split())))\n```"
 PAIRS = [{"input": "3 4\n", "output": "7"}, {"input": "1 1", "output": "2  \n"}]

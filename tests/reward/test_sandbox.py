@@ -12,6 +12,8 @@ from areal.api.errors import ConfigError, RewardTimeout
 from areal.api.reward_api import AsyncRewardWrapper
 from areal.reward.sandbox import ProgramRun, SandboxLimits, run_program
 
+pytestmark = pytest.mark.slow
+
 LIMITS = SandboxLimits(timeout_seconds=30)
 
 

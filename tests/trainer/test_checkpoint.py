@@ -13,6 +13,8 @@ from areal.engine.training.engine import TrainingEngine
 from areal.trainer.checkpoint import load_checkpoint, save_checkpoint
 from areal.trainer.update import PolicyUpdate
 
+pytestmark = pytest.mark.slow
+
 ACTOR = ActorConfig(ppo_n_minibatches=2, recompute_logprob=False)
 
 

@@ -16,6 +16,8 @@ from areal.engine.training.supervised import mean_nll
 from areal.trainer import sft
 from areal.trainer.logs import read_metrics
 
+pytestmark = pytest.mark.slow
+
 
 def config(output_dir: Path, model: Path, steps: int = 4, **settings: Any) -> SFTConfig:
     made = SFTConfig(

@@ -15,6 +15,8 @@ from areal.trainer.update import PolicyUpdate, minibatches, rows_of_groups, toke
 from areal.trajectory import Renderer, Tree, assign_reward, export
 from areal.trajectory.answer import read_answer
 
+pytestmark = pytest.mark.slow
+
 
 def whole(groups: list[GroupResult], **settings: object) -> TokenBatch:
     return token_batch(rows_of_groups(groups), ActorConfig(**settings))  # type: ignore[arg-type]

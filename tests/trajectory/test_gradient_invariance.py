@@ -19,6 +19,8 @@ from areal.engine.training.engine import TrainingEngine
 from areal.trainer.update import PolicyUpdate
 from areal.trajectory import Renderer, Tree, assign_reward, export
 
+pytestmark = pytest.mark.slow
+
 SMALL = Architecture(
     family="qwen3",
     vocab_size=320,

@@ -28,6 +28,8 @@ from areal.utils.process_pool.pool import (
     ProcessPool,
 )
 
+pytestmark = pytest.mark.slow
+
 LONG_SECONDS = 60.0
 SHORT_SECONDS = 0.5
 
