@@ -1,10 +1,8 @@
-"""Calling code that is not ours: under a deadline, in a thread if it blocks, and never for longer than it may.
+"""One episode, whichever way it is run, ends as an `Episode` or as a `Rejection` with its reason.
 
-Whatever such code does (raise, hang, exit, swallow its cancellation) ends as a result or as an `EpisodeRejected`.
+Calls code that is not ours under a deadline, in a thread if it blocks. Whatever such code does (raise, hang, exit,
+swallow its cancellation) ends as a result or as an `EpisodeRejected`.
 """
-
-# MERGED-DOC
-# One episode, whichever door it goes through, ends as an `Episode` or as a `Rejection` with its reason.
 
 import asyncio
 import contextvars
@@ -26,9 +24,60 @@ from areal.utils.callables import is_async
 from areal.utils.logging import getLogger
 
 GRACE_SECONDS = 5.0
-"""How long cancelled code may take to end before it is left behind."""
+"""How long cancelled code may take to end before it is abandoned."""
+DETAIL_CHARACTERS = 500
+
+Digests = dict[int, str]
+"""The weights that an episode was sampled with: version -> digest."""
 
 logger = getLogger("rollout")
+
+
+class Runner(Protocol):
+    """A way to run episodes of one workflow."""
+
+    name: str
+    """What messages call the workflow."""
+
+    async def play(
+        self, data: dict[str, Any], context: WorkflowContext, *, greedy: bool, seconds: float
+    ) -> tuple[Episode | None, Digests]:
+        """Run user code to its end, or to its deadline; None = it rejected the episode itself."""
+        ...
+
+
+async def run_episode(
+    runner: Runner, data: dict[str, Any], context: WorkflowContext, *, greedy: bool, seconds: float
+) -> tuple[Episode | Rejection, Digests]:
+    """Raises nothing unless it is cancelled from outside: an episode fails alone."""
+    began = time.monotonic()
+    try:
+        with stats_tracker.collect() as stats:
+            episode, digests = await runner.play(data, context, greedy=greedy, seconds=seconds)
+    except EpisodeRejected as error:
+        return _rejection(error), {}
+    except Exception as error:
+        failed = AgentFailed(f"{runner.name}: the episode failed: {type(error).__name__}: {error}")
+        failed.__cause__ = error
+        return _rejection(failed), {}
+    if episode is None:
+        return Rejection(RejectReason.FILTERED, f"{runner.name} returned None"), digests
+    episode.stats = stats.means()
+    episode.seconds = time.monotonic() - began
+    episode.turns = [(asked - began, answered - began, tokens) for asked, answered, tokens in episode.turns]
+    return episode, digests
+
+
+def _rejection(error: EpisodeRejected) -> Rejection:
+    detail = textwrap.shorten(str(error), DETAIL_CHARACTERS, placeholder=" …")
+    return Rejection(error.reason, detail, user_trace(error.__cause__))
+
+
+def user_trace(cause: BaseException | None) -> str:
+    """The traceback in the user's code; that of an error raised in another process came as text."""
+    if cause is None:
+        return ""
+    return getattr(cause, "trace", "") or "".join(traceback.format_exception(cause))
 
 
 Start = Callable[[], Coroutine[Any, Any, Any]]
@@ -51,23 +100,8 @@ async def bounded(start: Start, seconds: float, name: str, *, grace_seconds: flo
     raise EpisodeTimeout(f"{name} took longer than rollout.agent.timeout_seconds={seconds:g}") from where
 
 
-async def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call what may be asynchronous or not; what is not runs in a thread."""
-    if is_async(function):
-        return await function(*args, **kwargs)
-    result = await _in_thread(function, *args, **kwargs)
-    return await result if inspect.isawaitable(result) else result
-
-
-def accepted_keywords(function: Callable[..., Any]) -> Callable[[str], bool]:
-    """Tells of a keyword whether `function` may be called with it."""
-    parameters = inspect.signature(function).parameters
-    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-    return lambda name: takes_all or name in parameters
-
-
 async def _contained(start: Start) -> Any:
-    """A task that ends by SystemExit takes its event loop along; this one does not."""
+    """A task that ends by SystemExit ends its event loop too; this one does not."""
     try:
         return await start()
     except SystemExit as error:
@@ -75,11 +109,11 @@ async def _contained(start: Start) -> Any:
 
 
 async def _stop(task: asyncio.Task[Any], name: str, grace_seconds: float) -> BaseException | None:
-    """Cancel it and wait a little; gives the error it ended with, whose traceback says where it was."""
+    """Cancel it and wait a little; returns the error it ended with, whose traceback says where it was."""
     task.cancel()
     await asyncio.wait((task,), timeout=grace_seconds)
     if not task.done():
-        logger.warning("%s ignores its cancellation and is left behind; let CancelledError pass", name)
+        logger.warning("%s ignores its cancellation and is abandoned; let CancelledError pass", name)
         task.add_done_callback(_retrieve)
         return None
     return _retrieve(task)
@@ -99,8 +133,16 @@ def _outcome(task: asyncio.Task[Any], name: str) -> Any:
         raise
     except LoopBlocked as error:
         raise EpisodeTimeout(f"{name} {error}; await what waits, or set rollout.agent.mode=subproc") from error
-    except (Exception, asyncio.CancelledError) as error:  # nobody cancelled it but itself
+    except (Exception, asyncio.CancelledError) as error:  # it cancelled itself
         raise AgentFailed(f"{name} raised {type(error).__name__}: {error}") from error
+
+
+async def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function that may be asynchronous or not; one that is not runs in a thread."""
+    if is_async(function):
+        return await function(*args, **kwargs)
+    result = await _in_thread(function, *args, **kwargs)
+    return await result if inspect.isawaitable(result) else result
 
 
 async def _in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -119,7 +161,7 @@ async def _in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) ->
             result = context.run(function, *args, **kwargs)
         except BaseException as error:  # delivered, and raised where it is awaited
             failure = error
-        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with suppress(RuntimeError):  # the loop is closed: nothing waits for this any more
             loop.call_soon_threadsafe(deliver, result, failure)
 
     threading.Thread(target=work, name="areal episode", daemon=True).start()
@@ -129,53 +171,8 @@ async def _in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) ->
     return result
 
 
-DETAIL_CHARACTERS = 500
-
-Digests = dict[int, str]
-"""The weights behind an episode: version -> digest."""
-
-
-class Runner(Protocol):
-    """A way to run episodes of one workflow."""
-
-    name: str
-
-    async def play(
-        self, data: dict[str, Any], context: WorkflowContext, *, greedy: bool, seconds: float
-    ) -> tuple[Episode | None, Digests]:
-        """Run user code to its end, or to its deadline; None = it rejected the episode itself."""
-        ...
-
-
-async def run_episode(
-    door: Runner, data: dict[str, Any], context: WorkflowContext, *, greedy: bool, seconds: float
-) -> tuple[Episode | Rejection, Digests]:
-    """Never raises but when cancelled from outside: an episode fails alone."""
-    began = time.monotonic()
-    try:
-        with stats_tracker.collect() as stats:
-            episode, digests = await door.play(data, context, greedy=greedy, seconds=seconds)
-    except EpisodeRejected as error:
-        return _rejection(error), {}
-    except Exception as error:
-        failed = AgentFailed(f"{door.name}: the episode failed: {type(error).__name__}: {error}")
-        failed.__cause__ = error
-        return _rejection(failed), {}
-    if episode is None:
-        return Rejection(RejectReason.FILTERED, f"{door.name} returned None"), digests
-    episode.stats = stats.means()
-    episode.seconds = time.monotonic() - began
-    episode.turns = [(asked - began, answered - began, tokens) for asked, answered, tokens in episode.turns]
-    return episode, digests
-
-
-def _rejection(error: EpisodeRejected) -> Rejection:
-    detail = textwrap.shorten(str(error), DETAIL_CHARACTERS, placeholder=" …")
-    return Rejection(error.reason, detail, user_trace(error.__cause__))
-
-
-def user_trace(cause: BaseException | None) -> str:
-    """The traceback in the user's code; one that was raised in another process came as text."""
-    if cause is None:
-        return ""
-    return getattr(cause, "trace", "") or "".join(traceback.format_exception(cause))
+def accepted_keywords(function: Callable[..., Any]) -> Callable[[str], bool]:
+    """Says of a keyword whether `function` may be called with it."""
+    parameters = inspect.signature(function).parameters
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    return lambda name: takes_all or name in parameters

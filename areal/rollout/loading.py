@@ -1,11 +1,9 @@
-"""From an import string to the object it names, and from an object to the name that messages call it by."""
+"""From what a user passes as `workflow=` to an object that can run episodes.
 
-# MERGED-DOC
-# The arguments that a workflow's class is constructed with: the user's, completed from the config.
-# From what a user passes as `workflow=` to an object that can run episodes.
-#
-# Import strings, classes, instances and functions are all accepted, of agents and of RolloutWorkflows. Classes are
-# constructed once per process. What cannot be found or called is refused with the reason.
+Import strings, classes, instances and functions are all accepted, of agents and of RolloutWorkflows. A class is
+constructed once per process, with the user's arguments completed from the config. What cannot be found, constructed or
+called is refused with the reason.
+"""
 
 import difflib
 import importlib
@@ -22,41 +20,46 @@ from areal.config.rollout import GenerationHyperparameters
 from areal.utils.callables import name_of
 from areal.utils.hf_utils import load_hf_processor, load_hf_tokenizer
 
-
-def import_object(path: str, what: str) -> Any:
-    """The object at `package.module.Name`; the import's own error is kept. `what` is the setting it came from."""
-    module_name, _, attribute = path.rpartition(".")
-    if not module_name or not attribute:
-        raise WorkflowError(f"{what} must be an import string like my_module.MyAgent, got {path!r}")
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # importing runs the user's code, which may raise anything
-        raise WorkflowError(f"{what} {path!r} cannot be imported: {type(error).__name__}: {error}") from error
-    if not hasattr(module, attribute):
-        raise WorkflowError(f"{what} {path!r}: module {module_name} has no {attribute}; {_offer(module, attribute)}")
-    return getattr(module, attribute)
-
-
-def _offer(module: ModuleType, wanted: str) -> str:
-    """What the module has to offer instead, the most similar name first."""
-    public = getattr(module, "__all__", None) or [
-        name
-        for name, value in vars(module).items()
-        if callable(value) and not name.startswith("_") and getattr(value, "__module__", None) == module.__name__
-    ]
-    if not public:
-        return "it defines no class or function"
-    near = difflib.get_close_matches(wanted, public, n=1)
-    return f"it has {', '.join(dict.fromkeys([*near, *public]))}"
-
+Workflow = Any
+"""An import string, a class, an instance or a function."""
 
 FILLED = ("gconfig", "tokenizer", "processor", "reward_fn")
 """Arguments that a user may leave to the config; an empty string leaves one too."""
 
 
 @dataclass(frozen=True)
+class WorkflowSpec:
+    """A workflow on its way to a worker."""
+
+    target: Workflow
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Of its constructor."""
+
+    def pack(self) -> bytes:
+        """Bytes that a worker with the same import path can unpack; objects of `__main__` travel by value."""
+        try:
+            packed: bytes = cloudpickle.dumps(self)
+        except Exception as error:  # whatever a user's __reduce__ raises
+            raise WorkflowError(
+                f"{name_of(self.target)} cannot be sent to a rollout worker: {type(error).__name__}: {error}; pass its "
+                "class and make in __init__ what cannot travel"
+            ) from error
+        return packed
+
+    @classmethod
+    def unpack(cls, packed: bytes) -> "WorkflowSpec":
+        try:
+            spec: WorkflowSpec = cloudpickle.loads(packed)
+        except Exception as error:  # unpickling imports and runs the user's code
+            raise WorkflowError(
+                f"the workflow cannot be read in a rollout worker: {type(error).__name__}: {error}"
+            ) from error
+        return spec
+
+
+@dataclass(frozen=True)
 class Fillers:
-    """What they are filled with."""
+    """What the arguments in `FILLED` are, where the user leaves them to the config."""
 
     gconfig: GenerationHyperparameters
     tokenizer: Any
@@ -64,7 +67,85 @@ class Fillers:
     reward_fn: str = ""
     """An import string; empty = none."""
     processor: Any = None
-    """Of a model that sees pictures."""
+    """Of a vision model; None = the model takes no images."""
+
+
+def check(spec: WorkflowSpec) -> None:
+    """Refuse early, in the driver, what a worker could not load."""
+    target = _resolved(spec)
+    if inspect.isclass(target):
+        check_arguments(target, spec.kwargs)
+
+
+def load(spec: WorkflowSpec, fillers: Fillers) -> Any:
+    """The object that runs episodes, an agent or a RolloutWorkflow."""
+    target = _resolved(spec)
+    if not inspect.isclass(target):
+        return target
+    try:
+        return construct(target, spec.kwargs, fillers)
+    except WorkflowError:
+        raise
+    except Exception as error:
+        raise WorkflowError(
+            f"{name_of(target)} could not be constructed: {type(error).__name__}: {error} ({_innermost_line(error)})"
+        ) from error
+
+
+def is_agent(spec: WorkflowSpec) -> bool:
+    """Whether a spec means an agent and no RolloutWorkflow; constructs nothing."""
+    return not is_rollout_workflow(_resolved(spec))
+
+
+def is_rollout_workflow(workflow: Any) -> bool:
+    """Whether it is called with the engine: it has `arun_episode`, or is a function that takes `engine` first."""
+    if hasattr(workflow, "arun_episode"):
+        return True
+    return inspect.isfunction(workflow) and next(iter(inspect.signature(workflow).parameters), "") == "engine"
+
+
+def episode_function(workflow: Any) -> Callable[..., Any]:
+    """What is called for an episode of a RolloutWorkflow."""
+    function: Callable[..., Any] = getattr(workflow, "arun_episode", workflow)
+    return function
+
+
+def agent_function(agent: Any) -> Callable[..., Any]:
+    """What is called for an episode of an agent: its `run`, or the agent itself."""
+    function: Callable[..., Any] = getattr(agent, "run", agent)
+    return function
+
+
+def _resolved(spec: WorkflowSpec) -> Any:
+    """The class, instance or function that a spec means, if it can run an episode."""
+    target = import_object(spec.target, "workflow") if isinstance(spec.target, str) else spec.target
+    if not _can_run_episodes(target):
+        raise WorkflowError(
+            f"{name_of(target)} cannot run an episode; an agent has `async def run(self, data, **extra_kwargs)`, "
+            "a RolloutWorkflow has `async def arun_episode(self, engine, data)`"
+        )
+    if spec.kwargs and not inspect.isclass(target):
+        raise WorkflowError(
+            f"workflow_kwargs are constructor arguments, but {name_of(target)} is no class; pass its class or leave "
+            f"out {', '.join(spec.kwargs)}"
+        )
+    return target
+
+
+def _can_run_episodes(target: Any) -> bool:
+    if any(callable(getattr(target, method, None)) for method in ("arun_episode", "run")):
+        return True
+    if inspect.isclass(target):
+        return any("__call__" in vars(base) for base in target.__mro__)
+    return callable(target)
+
+
+def _innermost_line(error: BaseException) -> str:
+    """`file:line` where it was raised: the worker's traceback does not travel."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}" if trace is not None else "no traceback"
 
 
 def construct(target: type, kwargs: dict[str, Any], fillers: Fillers) -> Any:
@@ -115,10 +196,15 @@ def _named_parameters(target: type) -> set[str]:
 
 
 def _require_complete(target: type, arguments: dict[str, Any]) -> None:
+    signature = inspect.signature(target)
     try:
-        inspect.signature(target).bind(**arguments)
+        signature.bind(**arguments)
     except TypeError as error:
-        remedy = ", or set reward_fn in the config" if "reward_fn" in str(error) else ""
+        parameter = signature.parameters.get("reward_fn")
+        lacks_reward_fn = (
+            parameter is not None and parameter.default is parameter.empty and "reward_fn" not in arguments
+        )
+        remedy = ", or set reward_fn in the config" if lacks_reward_fn else ""
         raise WorkflowError(
             f"{name_of(target)} cannot be constructed: {error}; its arguments are given by workflow_kwargs{remedy}"
         ) from None
@@ -132,113 +218,29 @@ def _directory(path: str) -> str:
     return path
 
 
-Workflow = Any
-"""An import string, a class, an instance or a function."""
-
-
-@dataclass(frozen=True)
-class WorkflowSpec:
-    """A workflow on its way to a worker."""
-
-    target: Workflow
-    kwargs: dict[str, Any] = field(default_factory=dict)
-
-    def pack(self) -> bytes:
-        """Bytes that a worker with the same import path can unpack; objects of `__main__` travel by value."""
-        try:
-            packed: bytes = cloudpickle.dumps(self)
-        except Exception as error:  # whatever a user's __reduce__ raises
-            raise WorkflowError(
-                f"{name_of(self.target)} cannot be sent to a rollout worker: {type(error).__name__}: {error}; pass its "
-                "class and make in __init__ what cannot travel"
-            ) from error
-        return packed
-
-    @classmethod
-    def unpack(cls, packed: bytes) -> "WorkflowSpec":
-        try:
-            spec: WorkflowSpec = cloudpickle.loads(packed)
-        except Exception as error:  # unpickling imports and runs the user's code
-            raise WorkflowError(
-                f"the workflow cannot be read in a rollout worker: {type(error).__name__}: {error}"
-            ) from error
-        return spec
-
-
-def check(spec: WorkflowSpec) -> None:
-    """Refuse early, in the driver, what a worker could not load."""
-    target = _resolved(spec)
-    if inspect.isclass(target):
-        check_arguments(target, spec.kwargs)
-
-
-def load(spec: WorkflowSpec, fillers: Fillers) -> Any:
-    """The object that runs episodes; `is_rollout_workflow` tells which door it has."""
-    target = _resolved(spec)
-    if not inspect.isclass(target):
-        return target
+def import_object(path: str, what: str) -> Any:
+    """The object at `package.module.Name`; the import's own error is kept. `what` is the setting it came from."""
+    module_name, _, attribute = path.rpartition(".")
+    if not module_name or not attribute:
+        raise WorkflowError(f"{what} must be an import string like my_module.MyAgent, got {path!r}")
     try:
-        return construct(target, spec.kwargs, fillers)
-    except WorkflowError:
-        raise
-    except Exception as error:
-        where = _last_place(error)
-        raise WorkflowError(
-            f"{name_of(target)} could not be constructed: {type(error).__name__}: {error} ({where})"
-        ) from error
+        module = importlib.import_module(module_name)
+    except Exception as error:  # importing runs the user's code, which may raise anything
+        raise WorkflowError(f"{what} {path!r} cannot be imported: {type(error).__name__}: {error}") from error
+    if not hasattr(module, attribute):
+        choices = _describe_choices(module, attribute)
+        raise WorkflowError(f"{what} {path!r}: module {module_name} has no {attribute}; {choices}")
+    return getattr(module, attribute)
 
 
-def is_agent(spec: WorkflowSpec) -> bool:
-    """Whether a spec means an agent and no RolloutWorkflow; constructs nothing."""
-    return not is_rollout_workflow(_resolved(spec))
-
-
-def is_rollout_workflow(workflow: Any) -> bool:
-    """Whether it is called with the engine: it has `arun_episode`, or is a function that takes `engine` first."""
-    if hasattr(workflow, "arun_episode"):
-        return True
-    return inspect.isfunction(workflow) and next(iter(inspect.signature(workflow).parameters), "") == "engine"
-
-
-def episode_function(workflow: Any) -> Callable[..., Any]:
-    """What is called for an episode of a RolloutWorkflow."""
-    function: Callable[..., Any] = getattr(workflow, "arun_episode", workflow)
-    return function
-
-
-def agent_function(agent: Any) -> Callable[..., Any]:
-    """What is called for an episode of an agent: its `run`, or the agent itself."""
-    function: Callable[..., Any] = getattr(agent, "run", agent)
-    return function
-
-
-def _resolved(spec: WorkflowSpec) -> Any:
-    """The class, instance or function that a spec means, if it can run an episode."""
-    target = import_object(spec.target, "workflow") if isinstance(spec.target, str) else spec.target
-    if not _has_door(target):
-        raise WorkflowError(
-            f"{name_of(target)} cannot run an episode; an agent has `async def run(self, data, **extra_kwargs)`, "
-            "a RolloutWorkflow has `async def arun_episode(self, engine, data)`"
-        )
-    if spec.kwargs and not inspect.isclass(target):
-        raise WorkflowError(
-            f"workflow_kwargs are constructor arguments, but {name_of(target)} is no class; pass its class or leave "
-            f"out {', '.join(spec.kwargs)}"
-        )
-    return target
-
-
-def _has_door(target: Any) -> bool:
-    if any(callable(getattr(target, door, None)) for door in ("arun_episode", "run")):
-        return True
-    if inspect.isclass(target):
-        return any("__call__" in vars(base) for base in target.__mro__)
-    return callable(target)
-
-
-def _last_place(error: BaseException) -> str:
-    """`file:line` of the innermost frame: the worker's traceback does not travel."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}" if trace is not None else "no traceback"
+def _describe_choices(module: ModuleType, wanted: str) -> str:
+    """What the module has instead, the most similar name first."""
+    public = getattr(module, "__all__", None) or [
+        name
+        for name, value in vars(module).items()
+        if callable(value) and not name.startswith("_") and getattr(value, "__module__", None) == module.__name__
+    ]
+    if not public:
+        return "it defines no class or function"
+    near = difflib.get_close_matches(wanted, public, n=1)
+    return f"it has {', '.join(dict.fromkeys([*near, *public]))}"

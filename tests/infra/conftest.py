@@ -1,7 +1,8 @@
 """Fixtures for tests that open sockets and start processes."""
 
+import logging
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from areal.infra.rpc.connect import connect, serve
 from areal.infra.rpc.wire import api_wire
 from areal.infra.scheduler import Command, LocalScheduler
 from areal.infra.scheduler.local import LocalPlacement
+from areal.utils.logging import getLogger
 
 Pair = tuple[Channel, Channel]
 
@@ -20,6 +22,17 @@ Pair = tuple[Channel, Channel]
 async def stack() -> AsyncIterator[AsyncExitStack]:
     async with AsyncExitStack() as stack:
         yield stack
+
+
+@pytest.fixture
+def log_lines() -> Iterator[list[str]]:
+    """What this package logs, tracebacks included."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(handler.format(record))  # type: ignore[method-assign]
+    getLogger().addHandler(handler)
+    yield lines
+    getLogger().removeHandler(handler)
 
 
 @pytest.fixture

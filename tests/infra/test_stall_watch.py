@@ -15,7 +15,8 @@ import pytest
 
 from areal.api.messages import Stall
 from areal.infra import workflow_context
-from areal.infra.stalls import LoopBlocked, StallBook, StallWatch, over, so_far
+from areal.infra.blocking_calls import remedy_for
+from areal.infra.stalls import LoopBlocked, StallLog, StallWatch, describe_ended, describe_ongoing
 from areal.infra.workflow_context import WorkflowContext
 
 SECONDS = 0.05
@@ -24,7 +25,7 @@ DEADLINE_SECONDS = 20
 
 @dataclass
 class Witness:
-    """What a watch has told, in order."""
+    """What a watch has reported, in order."""
 
     began: list[Stall] = field(default_factory=list)
     ended: list[Stall] = field(default_factory=list)
@@ -53,7 +54,7 @@ class Witness:
         self.has_ended.set()
 
 
-async def test_blocking_line_is_told_while_it_blocks_and_again_when_it_is_over() -> None:
+async def test_blocking_line_is_reported_while_it_blocks_and_again_when_it_has_ended() -> None:
     witness = Witness()
     with witness.watching():
         witness.block()
@@ -153,8 +154,6 @@ async def test_workflow_that_is_installed_like_a_library_is_found_by_who_calls_i
     ],
 )
 def test_remedy_fits_the_line(source: str, remedy: str) -> None:
-    from areal.infra.blocking_calls import remedy_for
-
     assert remedy in remedy_for(source, [])
 
 
@@ -164,27 +163,27 @@ def stall(where: str, seconds: float) -> Stall:
 
 def test_sentences_say_who_where_how_long_and_what_instead() -> None:
     ended = stall("my_module.py:41", 3.04)
-    assert over(ended) == (
+    assert describe_ended(ended) == (
         "my_module.MyAgent (task 7) blocked the event loop for 3.0 s at my_module.py:41 in run: time.sleep(3); "
         "use await asyncio.sleep(...)"
     )
-    assert "has been blocking the event loop for 3.0 s at my_module.py:41" in so_far(ended)
+    assert "has been blocking the event loop for 3.0 s at my_module.py:41" in describe_ongoing(ended)
 
 
-def test_book_tells_the_first_of_a_line_and_sums_up_the_rest() -> None:
-    book, news = StallBook(), []
+def test_first_stalls_of_a_line_are_logged_and_the_rest_summed_up(log_lines: list[str]) -> None:
+    log = StallLog()
     for _ in range(5):
-        news.append(book.is_news(stall("a.py:1", 0.5)))
-        book.add(stall("a.py:1", 0.5))
-    book.add(stall("b.py:2", 9.0))
-    assert news == [True, True, True, False, False]
-    assert book.summary() == [
+        log.begin(stall("a.py:1", 0.5))
+        log.end(stall("a.py:1", 0.5))
+    log.end(stall("b.py:2", 9.0), logged=True)
+    assert [" has been blocking " in line for line in log_lines] == [True, False] * 3
+    assert log.summary() == [
         "b.py:2 blocked the event loop once, 9.0 s in all; use await asyncio.sleep(...)",
         "a.py:1 blocked the event loop 5 times, 2.5 s in all; use await asyncio.sleep(...)",
     ]
 
 
-async def test_callback_that_waits_for_its_own_loop_is_interrupted_where_it_stands() -> None:
+async def test_callback_that_waits_for_its_own_loop_is_interrupted_where_it_is() -> None:
     witness, going_on = Witness(), asyncio.Event()
 
     async def waits_for_ever() -> None:

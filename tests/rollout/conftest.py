@@ -4,11 +4,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 import pytest
-from watched_engine import DATA, MAX_POSITIONS, WatchedEngine
+from sdk_call import DATA, MAX_POSITIONS
 
 from areal.api.messages import Episode, Rejection
 from areal.config.rollout import AgentConfig, GenerationHyperparameters
 from areal.engine.builtin.tokenizer import make_tokenizer
+from areal.engine.inference.fake import FakeEngine
 from areal.infra.workflow_context import WorkflowContext
 from areal.proxy import Proxy
 from areal.rollout.episodes import run_episode
@@ -22,14 +23,14 @@ def tokenizer() -> Any:
 
 
 @pytest.fixture
-async def engine(tokenizer: Any) -> WatchedEngine:
+async def engine(tokenizer: Any) -> FakeEngine:
     """Answers every prompt with 1259."""
     answer = [*tokenizer.encode("1259"), tokenizer.eos_token_id]
 
     def script(ids: Sequence[int]) -> Sequence[int]:
         return answer
 
-    return WatchedEngine(vocab_size=len(tokenizer), max_positions=MAX_POSITIONS, script=script, tokenizer=tokenizer)
+    return FakeEngine(vocab_size=len(tokenizer), max_positions=MAX_POSITIONS, script=script, tokenizer=tokenizer)
 
 
 @pytest.fixture
@@ -38,7 +39,7 @@ def gconfig() -> GenerationHyperparameters:
 
 
 @pytest.fixture
-async def proxy(engine: WatchedEngine, tokenizer: Any, gconfig: GenerationHyperparameters) -> AsyncIterator[Proxy]:
+async def proxy(engine: FakeEngine, tokenizer: Any, gconfig: GenerationHyperparameters) -> AsyncIterator[Proxy]:
     proxy = Proxy(engine, tokenizer, gconfig=gconfig, max_positions=MAX_POSITIONS)
     await proxy.start()
     yield proxy
@@ -53,22 +54,22 @@ def play(proxy: Proxy, gconfig: GenerationHyperparameters) -> Play:
     """Run one episode of an agent to its outcome."""
 
     async def play(agent: Any, *, seconds: float = 60, is_eval: bool = False, greedy: bool = False, **config: Any):
-        door = AgentRunner(agent, proxy, AgentConfig(**config), gconfig)
+        runner = AgentRunner(agent, proxy, AgentConfig(**config), gconfig)
         context = WorkflowContext(is_eval=is_eval, task_id=7)
-        outcome, _ = await run_episode(door, dict(DATA), context, greedy=greedy, seconds=seconds)
+        outcome, _ = await run_episode(runner, dict(DATA), context, greedy=greedy, seconds=seconds)
         return outcome
 
     return play
 
 
 @pytest.fixture
-def play_workflow(engine: WatchedEngine, tokenizer: Any) -> Play:
+def play_workflow(engine: FakeEngine, tokenizer: Any) -> Play:
     """Run one episode of a RolloutWorkflow to its outcome."""
 
     async def play(workflow: Any, *, seconds: float = 60, is_eval: bool = False, greedy: bool = False):
-        door = WorkflowRunner(workflow, engine, tokenizer)
+        runner = WorkflowRunner(workflow, engine, tokenizer)
         context = WorkflowContext(is_eval=is_eval, task_id=7)
-        outcome, _ = await run_episode(door, dict(DATA), context, greedy=greedy, seconds=seconds)
+        outcome, _ = await run_episode(runner, dict(DATA), context, greedy=greedy, seconds=seconds)
         return outcome
 
     return play

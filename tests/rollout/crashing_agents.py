@@ -4,7 +4,7 @@ import os
 import threading
 
 import openai
-from watched_engine import chat
+from sdk_call import chat
 
 from areal.api.reward_api import AsyncRewardWrapper
 from areal.infra import workflow_context

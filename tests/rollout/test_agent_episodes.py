@@ -7,7 +7,7 @@ import httpx
 import numpy as np
 import openai
 import pytest
-from watched_engine import chat
+from sdk_call import chat
 
 from areal.api.errors import RejectReason
 from areal.api.messages import Episode, Rejection
@@ -127,7 +127,7 @@ async def test_timeout_cancels_the_agent_aborts_its_generation_and_frees_its_ses
     assert "timeout_seconds=1" in rejection.detail
     assert "await chat(kwargs" in rejection.trace
     assert (ended, len(engine.requests)) == (["cancelled"], 1)
-    assert (await engine.load(), len(proxy)) == (0, 0)
+    assert (engine.in_flight, len(proxy)) == (0, 0)
 
 
 async def test_call_that_the_agent_left_running_is_aborted_with_its_session(play, proxy, engine):
@@ -135,12 +135,12 @@ async def test_call_that_the_agent_left_running_is_aborted_with_its_session(play
         await chat(kwargs, data["messages"])
         await engine.pause()
         agent.stray = asyncio.ensure_future(chat(kwargs, data["messages"]))
-        await engine.until_inside(1)
+        await engine.until_in_flight(1)
         return 1.0
 
     episode = await play(agent)
     assert episode.calls == 1
-    assert (await engine.load(), len(proxy)) == (0, 0)
+    assert (engine.in_flight, len(proxy)) == (0, 0)
     with pytest.raises(openai.APIError):
         await agent.stray
 

@@ -5,7 +5,7 @@ import pickle
 
 import httpx
 import pytest
-from watched_engine import DATA, MAX_POSITIONS
+from sdk_call import DATA, MAX_POSITIONS
 
 from areal.api.errors import RejectReason
 from areal.api.messages import Episode, GroupTask, Rejection, WorkerSetup
@@ -67,9 +67,9 @@ def begin(proxy, gconfig):
     """An episode that waits for an agent."""
 
     def begin(seconds=60, **config):
-        door = OnlineRunner("outside", proxy, AgentConfig(mode="online", **config), gconfig)
+        runner = OnlineRunner("outside", proxy, AgentConfig(mode="online", **config), gconfig)
         context = WorkflowContext(is_eval=False, task_id=7)
-        return asyncio.create_task(run_episode(door, dict(DATA), context, greedy=False, seconds=seconds))
+        return asyncio.create_task(run_episode(runner, dict(DATA), context, greedy=False, seconds=seconds))
 
     return begin
 
@@ -87,7 +87,7 @@ async def test_session_of_an_outside_agent_becomes_an_episode(begin, outsider, p
     assert (outcome.reward, outcome.calls, len(outcome.rows)) == (1.0, 2, 2)
     assert outcome.rows[0].returns.max() == 0.5
     assert digests == {0: "fake-0"}
-    assert len(proxy) == len(proxy.desk) == 0
+    assert len(proxy) == len(proxy.online) == 0
 
 
 async def test_reward_that_comes_behind_the_end_still_counts(begin, outsider):
@@ -131,7 +131,7 @@ async def test_episode_that_takes_too_long_is_a_timeout_and_frees_its_session(be
         await outsider.come()
     outcome, _ = await episode
     assert outcome.reason is RejectReason.TIMEOUT
-    assert len(proxy) == len(proxy.desk) == 0
+    assert len(proxy) == len(proxy.online) == 0
 
 
 async def test_cancelled_episode_ends_its_session(begin, outsider, proxy):
@@ -161,7 +161,7 @@ async def test_worker_in_mode_online_trains_on_outside_agents(engine, tokenizer,
         proxy=ProxyConfig(admin_key=ADMIN),
     )
     worker = await RolloutWorker.start(setup)
-    outsider = Outsider(worker._proxy.origin)
+    outsider = Outsider(worker.proxy.origin)
     try:
         group = asyncio.create_task(worker.run_group(GroupTask(7, pickle.dumps(DATA), 4)))
         for number in range(4):

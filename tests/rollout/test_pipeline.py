@@ -68,7 +68,7 @@ async def test_group_that_ends_too_old_is_dropped_and_replaced(worker):
     pipeline.publish(1, "w1")
     worker.finish(group(0, version=0))
     await worker.until_running(1, 2)
-    assert pipeline.tally.counts == {RejectReason.STALE: 1}
+    assert pipeline.rejections.counts == {RejectReason.STALE: 1}
     worker.finish(group(1, version=1))
     assert [result.task_id for result in await soon(pipeline.take(1))] == [1]
     await pipeline.aclose()
@@ -84,7 +84,7 @@ async def test_ready_group_that_grows_too_old_is_dropped_and_replaced(worker):
     await worker.until_running(1, 2)
     pipeline.publish(2, "w2")
     await worker.until_running(1, 2, 3, 4)
-    assert pipeline.tally.counts == {RejectReason.STALE: 3}
+    assert pipeline.rejections.counts == {RejectReason.STALE: 3}
     assert pipeline.pop_rejected() == [0]
     worker.finish(group(2, version=1))
     assert [result.task_id for result in await soon(pipeline.take(1))] == [2]
@@ -102,7 +102,7 @@ async def test_whole_run_consumes_in_bounds_and_starts_no_more_than_it_needs():
         pipeline.publish(version, f"w{version}")
     await until_idle()
     assert worker.seen == list(range(30))
-    assert pipeline.tally.counts.total() == 0
+    assert pipeline.rejections.counts.total() == 0
     await pipeline.aclose()
 
 
@@ -135,7 +135,7 @@ async def test_rejected_group_is_replaced_and_its_survivors_are_kept(worker):
     worker.finish(group(1, episodes=1, rejected=2))
     (batch,) = await soon(pipeline.take(1))
     assert (batch.task_id, len(batch.episodes)) == (1, 1)
-    assert pipeline.tally.counts == {RejectReason.AGENT_ERROR: 5}
+    assert pipeline.rejections.counts == {RejectReason.AGENT_ERROR: 5}
     await pipeline.aclose()
 
 
@@ -150,7 +150,7 @@ async def test_tasks_that_are_given_up_are_told_once_and_trained_ones_are_not(wo
     await soon(pipeline.take(1))
     assert sorted(pipeline.pop_rejected()) == [0, 1]
     assert pipeline.pop_rejected() == []
-    assert pipeline.tally.counts == {RejectReason.AGENT_ERROR: 1, RejectReason.FILTERED: 1}
+    assert pipeline.rejections.counts == {RejectReason.AGENT_ERROR: 1, RejectReason.FILTERED: 1}
     await pipeline.aclose()
 
 
@@ -315,8 +315,8 @@ async def test_evaluation_runs_each_task_once_beside_training_and_keeps_the_orde
     results = await soon(evaluation)
     assert [result.task_id for result in results] == [-1, -2, -3]
     assert [(task.is_eval, task.greedy, task.n_samples) for task in worker.tasks[4:]] == [(True, True, 1)] * 3
-    assert pipeline.tally.counts.total() == 0
-    assert pipeline.evaluation_tally.counts == {RejectReason.AGENT_ERROR: 1}
+    assert pipeline.rejections.counts.total() == 0
+    assert pipeline.evaluation_rejections.counts == {RejectReason.AGENT_ERROR: 1}
     worker.finish(group(0))
     worker.finish(group(1))
     assert len(await soon(pipeline.take(2))) == 2
@@ -347,7 +347,7 @@ async def test_evaluation_goes_first_and_both_together_stay_within_the_bound(wor
     await pipeline.aclose()
 
 
-async def test_evaluation_error_is_told_to_its_caller_and_leaves_nothing_running(worker):
+async def test_evaluation_error_reaches_its_caller_and_leaves_nothing_running(worker):
     pipeline = make_pipeline([worker])
     evaluation = asyncio.ensure_future(pipeline.evaluate([{}, {}], greedy=False, max_running=4))
     await worker.until_running(-1, -2)

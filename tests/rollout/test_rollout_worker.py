@@ -7,7 +7,7 @@ import pickle
 import threading
 
 import pytest
-from watched_engine import DATA, MAX_POSITIONS, chat
+from sdk_call import DATA, MAX_POSITIONS, chat
 
 from areal.api.errors import RejectReason, WorkflowError
 from areal.api.messages import GroupTask, WorkerSetup
@@ -27,8 +27,8 @@ def make_worker(proxy, engine, gconfig):
     """A worker whose one agent trains and evaluates."""
 
     def make(agent, seconds=60):
-        door = AgentRunner(agent, proxy, AgentConfig(), gconfig)
-        return RolloutWorker({False: door, True: door}, proxy, engine, seconds)
+        runner = AgentRunner(agent, proxy, AgentConfig(), gconfig)
+        return RolloutWorker({False: runner, True: runner}, proxy, engine, seconds)
 
     return make
 
@@ -85,12 +85,12 @@ async def test_cancelled_group_leaves_no_sample_running(make_worker, engine, pro
 
     await engine.pause()
     group = asyncio.ensure_future(make_worker(agent).run_group(task(3)))
-    await engine.until_inside(3)
+    await engine.until_in_flight(3)
     assert len(proxy) == 3
     group.cancel()
     with pytest.raises(asyncio.CancelledError):
         await group
-    assert (await engine.load(), len(proxy)) == (0, 0)
+    assert (engine.in_flight, len(proxy)) == (0, 0)
 
 
 async def test_sample_that_hangs_is_timed_out_and_its_siblings_kept(make_worker, proxy):

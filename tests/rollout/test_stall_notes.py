@@ -1,4 +1,4 @@
-"""What the driver says of workers whose event loops were blocked."""
+"""What the driver reports of workers whose event loops were blocked."""
 
 import logging
 import os
@@ -36,7 +36,7 @@ def said() -> Any:
     getLogger("rollout").removeHandler(handler)
 
 
-async def test_first_stalls_of_a_line_are_told_and_all_are_counted(said: list[str]) -> None:
+async def test_first_stalls_of_a_line_are_logged_and_all_are_counted(said: list[str]) -> None:
     dispatch = Dispatch([BlockedWorker(STALL)], None)
     for number in range(5):
         await dispatch.send(GroupTask(number, b"", 1))
@@ -49,11 +49,11 @@ async def test_first_stalls_of_a_line_are_told_and_all_are_counted(said: list[st
     ]
 
 
-async def test_stall_of_this_process_was_told_when_it_happened(said: list[str]) -> None:
+async def test_stall_of_this_process_was_logged_when_it_happened(said: list[str]) -> None:
     dispatch = Dispatch([BlockedWorker(replace(STALL, process=os.getpid()))], None)
     await dispatch.send(GroupTask(0, b"", 1))
     assert said == []
-    assert len(dispatch.stalls.lines) == 1
+    assert len(dispatch.stalls.summary()) == 1
 
 
 def test_stall_travels_with_its_group() -> None:

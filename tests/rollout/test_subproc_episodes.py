@@ -6,7 +6,7 @@ import threading
 
 import crashing_agents
 import pytest
-from watched_engine import DATA, MAX_POSITIONS
+from sdk_call import DATA, MAX_POSITIONS
 
 from areal.api.errors import ConfigError, RejectReason, WorkflowError
 from areal.api.messages import Episode, GroupTask, WorkerSetup
@@ -19,9 +19,11 @@ from areal.infra.rpc.wire import api_wire
 from areal.infra.workflow_context import WorkflowContext
 from areal.rollout.episodes import run_episode
 from areal.rollout.loading import Fillers, WorkflowSpec
-from areal.rollout.runners.subprocess import AgentParcel, AgentPool, SubprocessRunner
+from areal.rollout.runners.subprocess import AgentPool, PackedAgent, SubprocessRunner
 from areal.rollout.worker import RolloutWorker
 from areal.utils.callables import name_of
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
@@ -35,21 +37,21 @@ async def pool():
 def make_door(pool, proxy, gconfig, tokenizer, tmp_path):
     def make(agent, **kwargs):
         tokenizer.save_pretrained(tmp_path)
-        parcel = AgentParcel(WorkflowSpec(agent, kwargs).pack(), Fillers(gconfig, str(tmp_path)))
+        parcel = PackedAgent(WorkflowSpec(agent, kwargs).pack(), Fillers(gconfig, str(tmp_path)))
         return SubprocessRunner(name_of(agent), parcel, pool, proxy, AgentConfig(mode="subproc"), gconfig)
 
     return make
 
 
-async def play(door, *, seconds=60, is_eval=False, **data):
+async def play(runner, *, seconds=60, is_eval=False, **data):
     context = WorkflowContext(is_eval=is_eval, task_id=7)
-    outcome, _ = await run_episode(door, DATA | data, context, greedy=False, seconds=seconds)
+    outcome, _ = await run_episode(runner, DATA | data, context, greedy=False, seconds=seconds)
     return outcome
 
 
 async def test_context_and_statistics_travel_both_ways(make_door):
-    door = make_door(crashing_agents.Telling)
-    trained, evaluated = await play(door), await play(door, is_eval=True)
+    runner = make_door(crashing_agents.Telling)
+    trained, evaluated = await play(runner), await play(runner, is_eval=True)
     assert (trained.reward, trained.calls, trained.messages[-1]["content"]) == (1.0, 1, "1259")
     assert trained.stats["rollout/task_id"] == 7
     assert trained.stats["rollout/tries"] == 2.0
@@ -62,8 +64,8 @@ async def test_agent_is_given_address_and_key_but_no_client(make_door):
 
 
 async def test_agent_is_made_once_per_process(make_door):
-    door = make_door(crashing_agents.Telling)
-    episodes = await asyncio.gather(*(play(door) for _ in range(6)))
+    runner = make_door(crashing_agents.Telling)
+    episodes = await asyncio.gather(*(play(runner) for _ in range(6)))
     assert {episode.stats["rollout/made"] for episode in episodes} == {1.0}
     assert len({episode.stats["rollout/pid"] for episode in episodes}) <= 2
 
@@ -103,51 +105,51 @@ async def test_dict_rewards_completions_by_id(make_door):
 
 
 async def test_hanging_process_is_killed_at_the_deadline_and_replaced(make_door, pool, proxy):
-    door = make_door(crashing_agents.Obedient)
-    await play(door)
+    runner = make_door(crashing_agents.Obedient)
+    await play(runner)
     (hung,) = pool.processes.pids()
-    rejection = await play(door, end="hang", seconds=1)
+    rejection = await play(runner, end="hang", seconds=1)
     assert rejection.reason is RejectReason.TIMEOUT
     assert "rollout.agent.timeout_seconds=1" in rejection.detail
     assert hung not in pool.processes.pids()
-    assert (await play(door)).reward == 1.0
+    assert (await play(runner)).reward == 1.0
     assert len(proxy) == 0
 
 
 async def test_cancelled_episode_kills_its_process_and_aborts_its_call(make_door, pool, proxy, engine):
-    door = make_door(crashing_agents.Obedient)
-    await play(door)
+    runner = make_door(crashing_agents.Obedient)
+    await play(runner)
     (called,) = pool.processes.pids()
     await engine.pause()
-    episode = asyncio.ensure_future(play(door))
-    await engine.until_inside(1)
+    episode = asyncio.ensure_future(play(runner))
+    await engine.until_in_flight(1)
     episode.cancel()
     with pytest.raises(asyncio.CancelledError):
         await episode
-    assert (await engine.load(), len(proxy)) == (0, 0)
+    assert (engine.in_flight, len(proxy)) == (0, 0)
     await engine.resume()
-    assert (await play(door)).reward == 1.0
+    assert (await play(runner)).reward == 1.0
     assert called not in pool.processes.pids()
 
 
 async def test_fifty_episodes_on_two_processes_lose_only_the_one_that_crashes_and_the_one_that_hangs(
     make_door, pool, proxy, engine
 ):
-    door = make_door(crashing_agents.Obedient)
-    await door.prepare()
+    runner = make_door(crashing_agents.Obedient)
+    await runner.prepare()
     ends = {7: "crash", 19: "hang"}
-    outcomes = await asyncio.gather(*(play(door, end=ends.get(number), seconds=10) for number in range(50)))
+    outcomes = await asyncio.gather(*(play(runner, end=ends.get(number), seconds=10) for number in range(50)))
     lost = {number: outcome.reason for number, outcome in enumerate(outcomes) if not isinstance(outcome, Episode)}
     assert lost == {7: RejectReason.AGENT_ERROR, 19: RejectReason.TIMEOUT}
-    assert (await engine.load(), len(proxy)) == (0, 0)
+    assert (engine.in_flight, len(proxy)) == (0, 0)
     assert len(pool.processes.pids()) == 2
 
 
 async def test_waiting_for_a_process_opens_no_session(make_door, engine, proxy):
-    door = make_door(crashing_agents.Obedient)
+    runner = make_door(crashing_agents.Obedient)
     await engine.pause()
-    episodes = [asyncio.ensure_future(play(door)) for _ in range(6)]
-    await engine.until_inside(2)
+    episodes = [asyncio.ensure_future(play(runner)) for _ in range(6)]
+    await engine.until_in_flight(2)
     assert len(proxy) == 2
     await engine.resume()
     assert [episode.reward for episode in await asyncio.gather(*episodes)] == [1.0] * 6
@@ -166,7 +168,7 @@ async def test_objects_that_only_exist_here_travel_by_value(make_door):
             self.bonus = bonus
 
         async def run(self, data, **extra_kwargs):
-            from watched_engine import chat
+            from sdk_call import chat
 
             await chat(extra_kwargs, data["messages"])
             return factor + self.bonus

@@ -133,7 +133,7 @@ async def test_timeout_aborts_the_generation(play_workflow, engine):
     await engine.pause()
     rejection = await play_workflow(Asking(tensor_dict), seconds=0.2)
     assert rejection.reason is RejectReason.TIMEOUT
-    assert (len(engine.requests), await engine.load()) == (1, 0)
+    assert (len(engine.requests), engine.in_flight) == (1, 0)
 
 
 async def test_greedy_episode_asks_for_the_likeliest_tokens(play_workflow, engine):
@@ -163,8 +163,8 @@ async def test_fault_outside_the_workflow_rejects_its_episode_only(engine):
         def decode(self, ids):
             raise OverflowError("no such token")
 
-    door = WorkflowRunner(Asking(tensor_dict), engine, Undecodable())
-    rejection, _ = await run_episode(door, {}, WorkflowContext(), greedy=False, seconds=60)
+    runner = WorkflowRunner(Asking(tensor_dict), engine, Undecodable())
+    rejection, _ = await run_episode(runner, {}, WorkflowContext(), greedy=False, seconds=60)
     assert rejection.reason is RejectReason.AGENT_ERROR
     assert "OverflowError: no such token" in rejection.detail
     assert "decode" in rejection.trace

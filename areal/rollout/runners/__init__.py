@@ -1,1 +1,55 @@
-"""Run episodes, one file per way: an agent in this process or one of its own, an agent outside, a workflow in tokens."""
+"""Ways to run episodes, one file per way: an agent in this process, in processes of its own or outside this system,
+and a workflow that calls the engine itself. Each is a `Runner`; `make_runner` chooses."""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from areal.api.engine_api import InferenceEngine
+from areal.config.rollout import AgentConfig
+from areal.proxy import Proxy
+from areal.rollout.episodes import Runner
+from areal.rollout.loading import Fillers, WorkflowSpec, is_agent, is_rollout_workflow, load
+from areal.rollout.runners.agent import AgentRunner
+from areal.rollout.runners.online import OnlineRunner
+from areal.rollout.runners.subprocess import AgentPool, PackedAgent, SubprocessRunner
+from areal.rollout.runners.workflow import WorkflowRunner
+from areal.utils.callables import name_of
+
+__all__ = ["AgentPool", "RunnerParts", "make_runner"]
+
+
+@dataclass(frozen=True)
+class RunnerParts:
+    """What a rollout worker makes its runners of."""
+
+    proxy: Proxy
+    """It must be running."""
+    engine: InferenceEngine
+    agent: AgentConfig
+    fillers: Fillers
+    tokenizer_path: str
+    pool: AgentPool | None = None
+    """Needed for mode subproc."""
+    log_admin_key: bool = True
+    """False = the user chose the key, so the log of mode online must not show it."""
+
+
+async def make_runner(spec: WorkflowSpec, mode: Literal["inline", "subproc", "online"], parts: RunnerParts) -> Runner:
+    """`mode` is for agents; a workflow always runs in this process. Raises WorkflowError if it cannot be made."""
+    fillers, gconfig, name = parts.fillers, parts.fillers.gconfig, name_of(spec.target)
+    if mode == "online" and is_agent(spec):
+        online = OnlineRunner(name, parts.proxy, parts.agent, gconfig)
+        online.announce(with_key=parts.log_admin_key)
+        return online
+    if mode == "subproc" and is_agent(spec):
+        assert parts.pool is not None, "mode subproc needs a pool"
+        path = parts.tokenizer_path
+        paths = replace(fillers, tokenizer=path, processor=None if fillers.processor is None else path)
+        agent = PackedAgent(spec.pack(), paths)
+        runner = SubprocessRunner(name, agent, parts.pool, parts.proxy, parts.agent, gconfig)
+        await runner.prepare()
+        return runner
+    workflow = load(spec, fillers)
+    if is_rollout_workflow(workflow):
+        return WorkflowRunner(workflow, parts.engine, fillers.tokenizer)
+    return AgentRunner(workflow, parts.proxy, parts.agent, gconfig)

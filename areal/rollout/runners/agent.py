@@ -1,8 +1,4 @@
-"""Where SDK clients that are told no address find one: the process's environment variables."""
-
-# MERGED-DOC
-# What an agent's episode leaves: its session's tree, rewarded and exported.
-# Episodes of an agent: it talks to the policy through a session of the proxy, and returns a reward.
+"""Episodes of an agent in this process: it talks to the policy through a session of the proxy, and returns a reward."""
 
 import importlib.util
 import os
@@ -24,48 +20,6 @@ from areal.utils.callables import name_of
 from areal.utils.net import bypass_proxies
 
 
-def client_environment(base_url: str, api_key: str) -> dict[str, str]:
-    """The variables by which every SDK reaches one session; `base_url` ends in /v1."""
-    return {
-        "OPENAI_BASE_URL": base_url,
-        "OPENAI_API_BASE": base_url,  # the older name, which some frameworks prefer
-        "OPENAI_API_KEY": api_key,
-        "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),  # that SDK adds it itself
-        "ANTHROPIC_API_KEY": api_key,
-        **bypass_proxies(os.environ),
-    }
-
-
-@contextmanager
-def environment(values: Mapping[str, str]) -> Iterator[None]:
-    """This process's variables are `values` and what they were before, afterwards only what they were."""
-    before = {name: os.environ[name] for name in values if name in os.environ}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name in values:
-            os.environ.pop(name, None)
-        os.environ.update(before)
-
-
-def harvest(tree: Tree, reward: Any, name: str, config: AgentConfig) -> Episode | None:
-    """The episode of an agent called `name` that returned `reward`; None = it rejected the episode itself."""
-    if reward is None and tree.last is not None:
-        return None
-    if reward is None:
-        raise NoInteractions(f"{name} returned None and finished no call of the model")
-    assign_reward(tree, reward, name)
-    return gather(tree, config)
-
-
-def gather(tree: Tree, config: AgentConfig) -> Episode:
-    """The episode of a tree that has its rewards."""
-    rows = export(tree, config.export_style, config.turn_discount)
-    turns = [(node.asked_at, node.answered_at, len(node.output_ids)) for node in tree.completions]
-    return Episode(rows, tree.reward, transcript(tree), calls=len(tree.completions), turns=turns)
-
-
 class AgentRunner:
     def __init__(self, agent: Any, proxy: Proxy, config: AgentConfig, gconfig: GenerationHyperparameters) -> None:
         """The proxy must be running."""
@@ -82,16 +36,17 @@ class AgentRunner:
         self, data: dict[str, Any], context: WorkflowContext, *, greedy: bool, seconds: float
     ) -> tuple[Episode | None, Digests]:
         session = self._proxy.open_session(gconfig=self._gconfig.new(greedy=True) if greedy else self._gconfig)
-        inside = self._context(session, context)
+        context = self._with_session(context, session)
+        offered = ("base_url", "api_key", "http_client", "httpx2_client")
+        keywords = {name: getattr(context, name) for name in offered if self._accepts(name)}
         try:
-            with workflow_context.enter(inside):
-                keywords = self._keywords(inside)
+            with workflow_context.enter(context):
                 reward = await bounded(lambda: call(self._run, data, **keywords), seconds, self.name)
         finally:
             await self._proxy.end_session(session)
-        return harvest(session.tree, reward, self.name, self._config), session.tree.digests
+        return rewarded_episode(session.tree, reward, self.name, self._config), session.tree.digests
 
-    def _context(self, session: Session, context: WorkflowContext) -> WorkflowContext:
+    def _with_session(self, context: WorkflowContext, session: Session) -> WorkflowContext:
         return replace(
             context,
             base_url=session.base_url,
@@ -100,6 +55,44 @@ class AgentRunner:
             httpx2_client=self._httpx2_client,
         )
 
-    def _keywords(self, inside: WorkflowContext) -> dict[str, Any]:
-        offered = ("base_url", "api_key", "http_client", "httpx2_client")
-        return {name: getattr(inside, name) for name in offered if self._accepts(name)}
+
+def rewarded_episode(tree: Tree, reward: Any, name: str, config: AgentConfig) -> Episode | None:
+    """The episode of an agent called `name` that returned `reward`; None = it rejected the episode itself."""
+    if reward is None and tree.last is not None:
+        return None
+    if reward is None:
+        raise NoInteractions(f"{name} returned None and finished no call of the model")
+    assign_reward(tree, reward, name)
+    return episode_of(tree, config)
+
+
+def episode_of(tree: Tree, config: AgentConfig) -> Episode:
+    """The episode of a tree that has its rewards."""
+    rows = export(tree, config.export_style, config.turn_discount)
+    turns = [(node.asked_at, node.answered_at, len(node.output_ids)) for node in tree.completions]
+    return Episode(rows, tree.reward, transcript(tree), calls=len(tree.completions), turns=turns)
+
+
+def client_environment(base_url: str, api_key: str) -> dict[str, str]:
+    """The environment variables by which every SDK reaches one session; `base_url` ends in /v1."""
+    return {
+        "OPENAI_BASE_URL": base_url,
+        "OPENAI_API_BASE": base_url,  # the older name, which some frameworks prefer
+        "OPENAI_API_KEY": api_key,
+        "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),  # that SDK adds it itself
+        "ANTHROPIC_API_KEY": api_key,
+        **bypass_proxies(os.environ),
+    }
+
+
+@contextmanager
+def environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Set variables of this process's environment; afterwards they are what they were before."""
+    before = {name: os.environ[name] for name in values if name in os.environ}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            os.environ.pop(name, None)
+        os.environ.update(before)

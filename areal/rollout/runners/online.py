@@ -1,6 +1,6 @@
-"""Episodes of agents that live outside this system: each waits for one to come, take its task, and give a reward.
+"""Episodes of agents outside this system: each waits for one to ask for a session, take its task, and give a reward.
 
-An agent comes over HTTP with nothing but the proxy's address and the admin key; docs/online.md shows its three calls.
+An agent needs nothing but the proxy's address and the admin key; docs/online.md shows the three HTTP calls it makes.
 """
 
 import asyncio
@@ -13,15 +13,15 @@ from areal.config.rollout import AgentConfig, GenerationHyperparameters
 from areal.infra.workflow_context import WorkflowContext
 from areal.proxy import Proxy
 from areal.rollout.episodes import Digests
-from areal.rollout.runners.agent import gather, harvest
+from areal.rollout.runners.agent import episode_of, rewarded_episode
 from areal.utils import logging
 
 
 class OutsideAgent:
-    """What stands for such agents where a workflow is named."""
+    """Takes the place of such agents where a workflow is named."""
 
     async def run(self, data: dict[str, Any]) -> float:
-        raise WorkflowError("this agent lives outside; set rollout.agent.mode=online")
+        raise WorkflowError("this agent runs outside of AReaL; set rollout.agent.mode=online")
 
 
 class OnlineRunner:
@@ -31,25 +31,26 @@ class OnlineRunner:
         self._proxy = proxy
         self._config = config
         self._gconfig = gconfig
-        proxy.desk.by_invitation = True
+        proxy.online.offers_only = True
 
     def announce(self, *, with_key: bool) -> None:
+        """Log where agents ask for sessions; `with_key`: and the admin key they need."""
         key = f" (admin key {self._proxy.admin_key})" if with_key else ""
-        logging.getLogger("online").info("agents may come: POST %s/sessions%s", self._proxy.origin, key)
+        logging.getLogger("online").info("agents may connect: POST %s/sessions%s", self._proxy.origin, key)
 
     async def play(
         self, data: dict[str, Any], context: WorkflowContext, *, greedy: bool, seconds: float
     ) -> tuple[Episode | None, Digests]:
-        """The time runs from here: waiting for an agent, its session, and the wait for its reward."""
+        """`seconds` cover all of it: waiting for an agent, its session, and waiting for its reward."""
         sampling = self._gconfig.new(greedy=True) if greedy else self._gconfig
         try:
             async with asyncio.timeout(seconds):
-                visit = await self._proxy.desk.expect(partial(self._proxy.open_session, gconfig=sampling), data)
+                online = await self._proxy.online.offer(partial(self._proxy.open_session, gconfig=sampling), data)
         except TimeoutError:
             raise EpisodeTimeout(
                 f"no agent took the task and rewarded it within {seconds:g} s (rollout.agent.timeout_seconds)"
             ) from None
-        tree = visit.session.tree
-        if visit.rejected:
-            return harvest(tree, None, self.name, self._config), tree.digests
-        return gather(tree, self._config), tree.digests
+        tree = online.session.tree
+        if online.rejected:
+            return rewarded_episode(tree, None, self.name, self._config), tree.digests
+        return episode_of(tree, self._config), tree.digests

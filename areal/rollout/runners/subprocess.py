@@ -1,14 +1,9 @@
-"""What runs in an agent's own process: the agent, made once, and its episodes, one at a time.
+"""Episodes of an agent in processes of its own: one that crashes or hangs takes down nothing but its episode.
 
-Owns the environment an episode's clients read and the way its outcome travels back. Refuses to decide about deadlines:
-the parent kills the process.
+The agent is made once in each process and plays one episode at a time. It reaches its session over TCP, by the address
+in its environment. An episode waits for a free process before its session is opened and its deadline begins. The parent
+alone enforces the deadline: it kills the process, as it does when the episode is cancelled.
 """
-
-# MERGED-DOC
-# Episodes of an agent in processes of its own: one that crashes or hangs takes down nothing but its episode.
-#
-# The agent reaches its session over TCP. An episode waits for a free process before its session is opened and its
-# deadline begins; cancelling it kills the process.
 
 import asyncio
 from collections.abc import Mapping
@@ -21,87 +16,12 @@ from areal.api.reward_api import python_scalar
 from areal.config.rollout import AgentConfig, GenerationHyperparameters
 from areal.infra import workflow_context
 from areal.infra.workflow_context import WorkflowContext
-from areal.proxy import Proxy, Session
+from areal.proxy import Proxy
 from areal.rollout.episodes import Digests, accepted_keywords, call, user_trace
 from areal.rollout.loading import Fillers, WorkflowSpec, agent_function, load
-from areal.rollout.runners.agent import client_environment, environment, harvest
+from areal.rollout.runners.agent import client_environment, environment, rewarded_episode
 from areal.utils import stats_tracker
 from areal.utils.process_pool.pool import CallCrashed, CallError, CallFailed, CallTimeout, PackedFunction, ProcessPool
-
-
-@dataclass(frozen=True)
-class AgentTask:
-    """One episode on its way to an agent's process."""
-
-    data: dict[str, Any]
-    is_eval: bool
-    task_id: int | None
-    base_url: str
-    api_key: str
-
-
-@dataclass(frozen=True)
-class AgentOutcome:
-    reward: Any
-    stats: dict[str, list[float]]
-    """Every number that the episode recorded."""
-
-
-@dataclass(frozen=True)
-class Refused:
-    """The episode ended by an `EpisodeRejected`, whose type need not exist in the parent."""
-
-    reason: RejectReason
-    kind: str
-    text: str
-    trace: str
-
-
-@dataclass(frozen=True)
-class AgentParcel:
-    """An agent as it travels: where it is unpickled it becomes an `AgentRunner`, with the agent made."""
-
-    workflow: bytes
-    fillers: Fillers
-    """With the tokenizer's path in place of the tokenizer."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _open, (self.workflow, self.fillers)
-
-
-class AgentHost:
-    def __init__(self, agent: Any) -> None:
-        self._run = agent_function(agent)
-        self._accepts = accepted_keywords(self._run)
-
-    def __call__(self, task: AgentTask | None) -> AgentOutcome | Refused | None:
-        """Play an episode; None asks for nothing more than that the agent is there."""
-        if task is None:
-            return None
-        with environment(client_environment(task.base_url, task.api_key)):
-            return asyncio.run(self._play(task))
-
-    async def _play(self, task: AgentTask) -> AgentOutcome | Refused:
-        keywords = {name: getattr(task, name) for name in ("base_url", "api_key") if self._accepts(name)}
-        context = WorkflowContext(task.is_eval, task.task_id, task.base_url, task.api_key)
-        with workflow_context.enter(context), stats_tracker.collect() as stats:
-            try:
-                reward = await call(self._run, task.data, **keywords)
-            except EpisodeRejected as error:
-                return Refused(error.reason, type(error).__qualname__, str(error), user_trace(error.__cause__))
-        return AgentOutcome(_plain(reward), dict(stats.values))
-
-
-def _open(workflow: bytes, fillers: Fillers) -> AgentHost:
-    return AgentHost(load(WorkflowSpec.unpack(workflow), fillers))
-
-
-def _plain(reward: Any) -> Any:
-    """Scalars of numpy and torch as Python's own, so that the parent needs neither library to read them."""
-    if isinstance(reward, Mapping):
-        return {key: _plain(value) for key, value in reward.items()}
-    return python_scalar(reward)
-
 
 LOAD_SECONDS = 240.0
 """Starting a process and constructing the agent in it."""
@@ -115,7 +35,7 @@ class AgentPool:
         self.processes = ProcessPool(size, load_seconds=LOAD_SECONDS)
         self.free = asyncio.Semaphore(size)
 
-    async def run(self, agent: PackedFunction, task: AgentTask | None, seconds: float) -> Any:
+    async def run(self, agent: PackedFunction, task: "AgentTask | None", seconds: float) -> Any:
         """Raises CallError. Cancelling it kills the process."""
         return await asyncio.wrap_future(self.processes.submit(agent, (task,), timeout_seconds=seconds))
 
@@ -128,7 +48,7 @@ class SubprocessRunner:
     def __init__(
         self,
         name: str,
-        parcel: AgentParcel,
+        agent: "PackedAgent",
         pool: AgentPool,
         proxy: Proxy,
         config: AgentConfig,
@@ -136,7 +56,7 @@ class SubprocessRunner:
     ) -> None:
         """The proxy must be running."""
         self.name = name
-        self._agent = replace(PackedFunction.of(parcel), name=name)  # type: ignore[arg-type]  # callable when unpacked
+        self._agent = replace(PackedFunction.of(agent), name=name)  # type: ignore[arg-type]  # callable when unpacked
         self._pool = pool
         self._proxy = proxy
         self._config = config
@@ -156,35 +76,108 @@ class SubprocessRunner:
     ) -> tuple[Episode | None, Digests]:
         async with self._pool.free:
             session = self._proxy.open_session(gconfig=self._gconfig.new(greedy=True) if greedy else self._gconfig)
+            task = AgentTask(data, context.is_eval, context.task_id, session.base_url, session.api_key)
             try:
-                played = await self._run(_task(data, context, session), seconds)
+                outcome = await self._run(task, seconds)
             finally:
                 await self._proxy.end_session(session)
-        for name, values in played.stats.items():
+        for name, values in outcome.stats.items():
             for value in values:
                 stats_tracker.scalar(**{name: value})
-        return harvest(session.tree, played.reward, self.name, self._config), session.tree.digests
+        return rewarded_episode(session.tree, outcome.reward, self.name, self._config), session.tree.digests
 
-    async def _run(self, task: AgentTask, seconds: float) -> AgentOutcome:
+    async def _run(self, task: "AgentTask", seconds: float) -> "AgentOutcome":
         try:
-            outcome: AgentOutcome | Refused = await self._pool.run(self._agent, task, seconds)
+            outcome: AgentOutcome | AgentRejection = await self._pool.run(self._agent, task, seconds)
         except CallTimeout as error:
             raise EpisodeTimeout(f"{error} (rollout.agent.timeout_seconds={seconds:g})") from None
         except CallCrashed as error:
             raise AgentFailed(str(error)) from None
         except CallFailed as error:
             raise AgentFailed(str(error)) from error
-        if isinstance(outcome, Refused):
-            raise self._rejection(outcome)
+        if isinstance(outcome, AgentRejection):
+            rejected = EpisodeRejected(outcome.text)
+            rejected.reason = outcome.reason
+            if outcome.trace:
+                rejected.__cause__ = CallFailed(self.name, outcome.kind, outcome.text, outcome.trace)
+            raise rejected
         return outcome
 
-    def _rejection(self, refused: Refused) -> EpisodeRejected:
-        rejection = EpisodeRejected(refused.text)
-        rejection.reason = refused.reason
-        if refused.trace:
-            rejection.__cause__ = CallFailed(self.name, refused.kind, refused.text, refused.trace)
-        return rejection
+
+@dataclass(frozen=True)
+class AgentTask:
+    """One episode on its way to an agent's process."""
+
+    data: dict[str, Any]
+    is_eval: bool
+    task_id: int | None
+    base_url: str
+    api_key: str
 
 
-def _task(data: dict[str, Any], context: WorkflowContext, session: Session) -> AgentTask:
-    return AgentTask(data, context.is_eval, context.task_id, session.base_url, session.api_key)
+@dataclass(frozen=True)
+class AgentOutcome:
+    """What an episode sends back from an agent's process."""
+
+    reward: Any
+    stats: dict[str, list[float]]
+    """Every number that the episode recorded."""
+
+
+@dataclass(frozen=True)
+class AgentRejection:
+    """The episode ended by an `EpisodeRejected`, whose type need not exist in the parent."""
+
+    reason: RejectReason
+    kind: str
+    text: str
+    trace: str
+
+
+@dataclass(frozen=True)
+class PackedAgent:
+    """An agent as it travels: unpickled in its process, it becomes an `AgentHost`, with the agent made."""
+
+    workflow: bytes
+    """A packed `WorkflowSpec`."""
+    fillers: Fillers
+    """With the tokenizer's path in place of the tokenizer."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _host_agent, (self.workflow, self.fillers)
+
+
+def _host_agent(workflow: bytes, fillers: Fillers) -> "AgentHost":
+    return AgentHost(load(WorkflowSpec.unpack(workflow), fillers))
+
+
+class AgentHost:
+    """The agent in its own process, and what is called there for each episode."""
+
+    def __init__(self, agent: Any) -> None:
+        self._run = agent_function(agent)
+        self._accepts = accepted_keywords(self._run)
+
+    def __call__(self, task: AgentTask | None) -> AgentOutcome | AgentRejection | None:
+        """Play an episode; None only asks whether the agent could be made."""
+        if task is None:
+            return None
+        with environment(client_environment(task.base_url, task.api_key)):
+            return asyncio.run(self._play(task))
+
+    async def _play(self, task: AgentTask) -> AgentOutcome | AgentRejection:
+        keywords = {name: getattr(task, name) for name in ("base_url", "api_key") if self._accepts(name)}
+        context = WorkflowContext(task.is_eval, task.task_id, task.base_url, task.api_key)
+        with workflow_context.enter(context), stats_tracker.collect() as stats:
+            try:
+                reward = await call(self._run, task.data, **keywords)
+            except EpisodeRejected as error:
+                return AgentRejection(error.reason, type(error).__qualname__, str(error), user_trace(error.__cause__))
+        return AgentOutcome(_plain(reward), dict(stats.values))
+
+
+def _plain(reward: Any) -> Any:
+    """Scalars of numpy and torch as Python's own, so that the parent needs neither library to read them."""
+    if isinstance(reward, Mapping):
+        return {key: _plain(value) for key, value in reward.items()}
+    return python_scalar(reward)

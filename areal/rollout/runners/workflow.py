@@ -1,7 +1,4 @@
-"""Interactions that a RolloutWorkflow exported from a direct client, as an episode."""
-
-# MERGED-DOC
-# Episodes of a RolloutWorkflow: it calls the engine itself, and returns tensors or interactions to train on.
+"""Episodes of a RolloutWorkflow: it calls the engine itself, and returns tensors or interactions to train on."""
 
 import re
 import time
@@ -26,22 +23,8 @@ from areal.rollout.loading import episode_function
 from areal.trajectory.tensors import rows_of
 from areal.utils.callables import name_of
 
-
-def is_interactions(result: Any) -> TypeGuard[Mapping[str, Interaction]]:
-    if not isinstance(result, Mapping) or not result:
-        return False
-    return all(isinstance(value, Interaction) for value in result.values())
-
-
-def episode_of(exported: Mapping[str, Interaction]) -> Episode:
-    """Every row; the longest conversation, of equally long ones the latest, is the one a person reads."""
-    told = max([*exported.values()][::-1], key=lambda each: len(each.messages))
-    messages = [*told.messages[:-1], {**told.messages[-1], "reward": told.reward}]
-    return Episode([each.row for each in exported.values()], sum(each.given for each in exported.values()), messages)
-
-
 REPEATED = re.compile(r"(<[^<>\s]+>|\[[^\[\]\s]+\])\1{3,}")
-"""The same token of no text, four times and more."""
+"""The same token without text, four times or more."""
 
 
 class WorkflowRunner:
@@ -49,42 +32,42 @@ class WorkflowRunner:
         self.name = name_of(workflow)
         self._run = episode_function(workflow)
         self._engine = engine
-        core = getattr(tokenizer, "backend_tokenizer", None)  # its Python wrapper costs more than the work
+        backend = getattr(tokenizer, "backend_tokenizer", None)  # its Python wrapper costs more than the work
         self._decode: Callable[[list[int]], str] = (
-            tokenizer.decode if core is None else partial(core.decode, skip_special_tokens=False)
+            tokenizer.decode if backend is None else partial(backend.decode, skip_special_tokens=False)
         )
 
     async def play(
         self, data: dict[str, Any], context: WorkflowContext, *, greedy: bool, seconds: float
     ) -> tuple[Episode | None, Digests]:
-        witness = WitnessedEngine(self._engine, greedy)
+        engine = RecordingEngine(self._engine, greedy)
         with workflow_context.enter(context):
-            result = await bounded(lambda: call(self._run, witness, data), seconds, self.name)
+            result = await bounded(lambda: call(self._run, engine, data), seconds, self.name)
         if result is None:
-            return None, witness.digests
-        if not witness.versions:
+            return None, engine.digests
+        if not engine.versions:
             raise NoInteractions(f"{self.name} returned a trajectory, but the engine sampled no token for it")
-        if is_interactions(result):
-            episode = episode_of(result)
+        if _is_interactions(result):
+            episode = _episode_of(result)
         else:
-            rows = rows_of(result, self.name, witness.temperature)
+            rows = rows_of(result, self.name, engine.temperature)
             messages = [message for row in rows for message in self._readable(row)]
             episode = Episode(rows, sum(row.reward for row in rows), messages)
         for row in episode.rows:
-            self._settle_versions(row, witness.versions)
-        episode.calls, episode.turns = len(witness.turns), witness.turns
-        return episode, witness.digests
+            self._settle_versions(row, engine.versions)
+        episode.calls, episode.turns = len(engine.turns), engine.turns
+        return episode, engine.digests
 
-    def _settle_versions(self, row: Row, witnessed: set[int]) -> None:
-        """A row's age is what the engine said, since staleness is decided by it."""
+    def _settle_versions(self, row: Row, sampled: set[int]) -> None:
+        """Hold a row to the versions that the engine reported, since they decide its staleness."""
         if row.recompute_logprobs:  # the short form says nothing of versions
-            row.versions[row.loss_mask] = min(witnessed)
+            row.versions[row.loss_mask] = min(sampled)
             return
-        foreign = sorted(set(row.versions[row.loss_mask].tolist()) - witnessed)
+        foreign = sorted(set(row.versions[row.loss_mask].tolist()) - sampled)
         if foreign:
             raise AgentFailed(
                 f"{self.name} returned a wrong trajectory: versions of trained tokens must be the engine's "
-                f"output_versions, {sorted(witnessed)}, got {foreign}; set loss_mask to 0 on tokens that it did not "
+                f"output_versions, {sorted(sampled)}, got {foreign}; set loss_mask to 0 on tokens that it did not "
                 "sample"
             )
 
@@ -100,50 +83,64 @@ class WorkflowRunner:
         return stretches
 
     def _text(self, row: Row, ids: list[int]) -> str:
-        """A picture is hundreds of the same token: one of them and their number say as much."""
+        """An image is hundreds of the same token: one of them and their number say as much."""
         text = self._decode(ids)
         return REPEATED.sub(lambda same: f"{same[1]}×{len(same[0]) // len(same[1])}", text) if row.images else text
 
 
-class WitnessedEngine:
-    """The engine as a workflow sees it: every call is counted, and what produced its tokens is noted."""
+def _is_interactions(result: Any) -> TypeGuard[Mapping[str, Interaction]]:
+    """Whether the workflow exported them from a direct client."""
+    if not isinstance(result, Mapping) or not result:
+        return False
+    return all(isinstance(value, Interaction) for value in result.values())
+
+
+def _episode_of(exported: Mapping[str, Interaction]) -> Episode:
+    """Every row; the longest conversation, of equally long ones the latest, is the one a person reads."""
+    shown = max([*exported.values()][::-1], key=lambda each: len(each.messages))
+    messages = [*shown.messages[:-1], {**shown.messages[-1], "reward": shown.reward}]
+    return Episode([each.row for each in exported.values()], sum(each.given for each in exported.values()), messages)
+
+
+class RecordingEngine:
+    """The engine as a workflow sees it; records every call and what its tokens were sampled with."""
 
     def __init__(self, engine: InferenceEngine, greedy: bool) -> None:
+        self.turns: list[tuple[float, float, int]] = []
+        """When each call was asked and answered (monotonic seconds), and the number of tokens it sampled."""
+        self.versions: set[int] = set()
+        self.digests: dict[int, str] = {}
+        self._temperatures: set[float] = set()
         self._engine = engine
         self._greedy = greedy
-        self.turns: list[tuple[float, float, int]] = []
-        """When each call asked and was answered (monotonic seconds), and the tokens it sampled."""
-        self.versions: set[int] = set()
-        self.temperatures: set[float] = set()
-        self.digests: dict[int, str] = {}
 
     @property
     def temperature(self) -> float | None:
         """What the sampler divided logits by; None if calls differ."""
-        return next(iter(self.temperatures)) if len(self.temperatures) == 1 else None
+        return next(iter(self._temperatures)) if len(self._temperatures) == 1 else None
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
-        req, asked_at = self._asked(req), time.monotonic()
-        return self._note(req, await self._engine.agenerate(req), asked_at)
+        req, asked_at = self._adjusted(req), time.monotonic()
+        response = await self._engine.agenerate(req)
+        self._record(req, response, asked_at)
+        return response
 
     async def astream(self, req: ModelRequest) -> AsyncGenerator[TokenChunk, None]:
-        req, asked_at = self._asked(req), time.monotonic()
+        req, asked_at = self._adjusted(req), time.monotonic()
         async with aclosing(self._engine.astream(req)) as chunks:
             async for chunk in chunks:
                 if chunk.response is not None:
-                    self._note(req, chunk.response, asked_at)
+                    self._record(req, chunk.response, asked_at)
                 yield chunk
 
-    def _asked(self, req: ModelRequest) -> ModelRequest:
+    def _adjusted(self, req: ModelRequest) -> ModelRequest:
         return replace(req, gconfig=req.gconfig.new(greedy=True)) if self._greedy else req
 
-    def _note(self, req: ModelRequest, response: ModelResponse, asked_at: float) -> ModelResponse:
+    def _record(self, req: ModelRequest, response: ModelResponse, asked_at: float) -> None:
         self.turns.append((asked_at, time.monotonic(), response.output_len))
         self.versions.update(response.output_versions)
-        # A greedy choice is made on undivided logits.
-        self.temperatures.add(1.0 if req.gconfig.greedy else req.gconfig.temperature or 1.0)
+        self._temperatures.add(req.gconfig.sampling_temperature)
         self.digests |= response.digests
-        return response
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
