@@ -1,1 +1,1 @@
-"""The `areal` command: `main` finds the verb, one file per verb does it, `exit` says how a program ends."""
+"""The `areal` command: `main` finds the verb, and one file or package per verb does it."""

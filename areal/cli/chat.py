@@ -1,8 +1,8 @@
 """`areal chat DIR`: talk to a saved model in the terminal.
 
 Answers are greedy, the likeliest token each time, so the same words get the same answer. In a terminal it is a prompt
-loop; fed by a pipe it writes exactly one line for each line it reads. Either way the lines form one conversation until
-`/reset`. Model output is shown, never obeyed: control characters in it are made visible.
+loop; reading from a pipe, it writes exactly one line for each line it reads. Either way the lines form one conversation
+until `/reset`. Control characters in the model's output are made visible and have no effect on the terminal.
 """
 
 import argparse
@@ -31,7 +31,7 @@ MAX_ANSWER_TOKENS = 512
 
 @dataclass
 class Chat:
-    """One conversation with an engine. Each prompt is the ids of what was said and sampled before, and the new ones."""
+    """One conversation with an engine. Each prompt is the ids of the conversation so far, followed by the new ones."""
 
     engine: InferenceEngine
     renderer: Renderer
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     chat = open_chat(args.directory)
     for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # bytes that are no text must not end a conversation
+            stream.reconfigure(errors="replace")  # bytes that are not text must not end a conversation
     with asyncio.Runner() as runner:
         try:
             _talk(chat, runner, sys.stdin.isatty())
@@ -102,7 +102,7 @@ def _renderer(directory: Path) -> Renderer:
         return Renderer(load_hf_tokenizer(directory))
     except (OSError, ValueError) as error:  # transformers raises either for files that are missing or broken
         reason = str(error).strip().split("\n")[0]
-        raise ModelError(f"no tokenizer in {str(directory)!r}: {reason}; save the model's own beside it") from error
+        raise ModelError(f"no tokenizer in {str(directory)!r}: {reason}; save the model's own there") from error
 
 
 def _talk(chat: Chat, runner: asyncio.Runner, in_terminal: bool) -> None:
@@ -125,13 +125,13 @@ def _answer(chat: Chat, runner: asyncio.Runner, line: str, in_terminal: bool) ->
             raise
         print(f"areal: {error}", file=sys.stderr)
         return
-    print(_shown(completion.message["content"], one_line=not in_terminal), flush=True)
+    print(_printable(completion.message["content"], one_line=not in_terminal), flush=True)
     if completion.truncated:
         print(f"areal: the answer was cut off at {len(completion.output_ids)} tokens", file=sys.stderr)
 
 
 def _typed_lines() -> Iterator[str]:
-    with contextlib.suppress(ImportError):  # not on every system; without it there is no line editing
+    with contextlib.suppress(ImportError):  # some systems lack it, and then there is no line editing
         importlib.import_module("readline")
     with contextlib.suppress(EOFError):
         while True:
@@ -144,6 +144,6 @@ def _piped_lines() -> Iterator[str]:
         yield line.strip()
 
 
-def _shown(text: str, one_line: bool) -> str:
+def _printable(text: str, one_line: bool) -> str:
     text = text.replace("\n", "\\n") if one_line else text
     return "".join(c if c.isprintable() or c in "\n\t" else "�" for c in text)

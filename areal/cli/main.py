@@ -1,13 +1,9 @@
-"""How a program of ours ends: an error meant for the user is one line and code 2, Ctrl-C is 130.
+"""The `areal` command line: which verbs there are, what each takes, and how a program of ours ends.
 
-Any other exception is a fault of the program and keeps its traceback.
+A verb's work is `run(args) -> int` in `areal/cli/VERB.py` or `areal/cli/VERB/`, imported only when the verb is called,
+so that help answers at once and loads no torch. An error meant for the user ends as one line and code 2, Ctrl-C as 130;
+any other exception is a fault of ours and keeps its traceback.
 """
-
-# MERGED-DOC
-# The `areal` command line: which verbs there are and what words each takes.
-#
-# A verb's work lives in `areal/cli/VERB.py` as `run(args) -> int` and is imported only when it is called, so help answers
-# at once and loads no torch. Nothing is done here.
 
 import argparse
 import os
@@ -27,6 +23,14 @@ USER_ERROR = 2
 INTERRUPTED = 130
 
 
+def main(argv: Sequence[str] | None = None) -> int:
+    """The console script; returns the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    name = _parse_verb(words[:1])
+    args = _verb_parser(name).parse_intermixed_args(words[1:])
+    return guard(_run, name, args)
+
+
 def guard(main: Callable[P, int | None], *args: P.args, **kwargs: P.kwargs) -> int:
     """Call `main` and return the exit code, for `sys.exit(guard(main, sys.argv[1:]))`."""
     try:
@@ -41,30 +45,52 @@ def guard(main: Callable[P, int | None], *args: P.args, **kwargs: P.kwargs) -> i
         return INTERRUPTED
 
 
-@dataclass(frozen=True)
-class Verb:
-    summary: str
-    declare: Callable[[argparse.ArgumentParser], None]
-    """Adds the verb's words to its parser."""
-    example: str
+def _run(name: str, args: argparse.Namespace) -> int:
+    if VERBS[name].imports_user_code and "" not in sys.path:
+        sys.path.insert(0, "")  # a console script, unlike python itself, does not look in the current directory
+    code: int = import_module(f"{__package__}.{name}").run(args)
+    return code
+
+
+def _parse_verb(words: list[str]) -> str:
+    parser = argparse.ArgumentParser(
+        prog="areal",
+        description="Train language-model agents with asynchronous reinforcement learning.",
+        epilog="verbs:\n" + "\n".join(f"  {name:<10}{verb.summary}" for name, verb in VERBS.items())
+        + "\n\nareal VERB --help says more.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("--version", action="version", version=f"areal {__version__}")
+    parser.add_argument("verb", choices=VERBS, metavar="VERB", help=" or ".join(VERBS))
+    name: str = parser.parse_args(words).verb
+    return name
+
+
+def _verb_parser(name: str) -> argparse.ArgumentParser:
+    verb = VERBS[name]
+    parser = argparse.ArgumentParser(
+        prog=f"areal {name}", description=f"{verb.summary.capitalize()}.", epilog=f"example: {verb.example}"
+    )
+    verb.declare(parser)
+    return parser
 
 
 def _declare_train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", metavar="FILE", help="YAML file with the settings")
     parser.add_argument(
-        "overrides", nargs="*", default=[], metavar="KEY=VALUE", help="a setting that wins over the file's"
+        "overrides", nargs="*", default=[], metavar="KEY=VALUE", help="a setting, which overrides the file's"
     )
 
 
 def _declare_chat(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("directory", metavar="DIR", help="a saved model: the path that training printed at its end")
+    parser.add_argument("directory", metavar="DIR", help="a saved model: the path that training printed at the end")
 
 
 def _declare_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="builtin:tiny-math", help="a saved model, builtin:NAME or a hub id")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; beyond loopback it needs --api-key")
     parser.add_argument("--port", type=int, default=8000, help="0 = a free one")
-    parser.add_argument("--api-key", metavar="KEY", help="what clients must send; without it one is made and printed")
+    parser.add_argument("--api-key", metavar="KEY", help="what clients must send; by default one is made and printed")
 
 
 def _declare_simulate(parser: argparse.ArgumentParser) -> None:
@@ -82,28 +108,41 @@ def _declare_simulate(parser: argparse.ArgumentParser) -> None:
         ("steps", 50, "training steps"),
     ):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{what} ({default})")
-    parser.add_argument("--cores", type=float, help="everything shares one machine with so many cores")
-    parser.add_argument("--save", metavar="FILE", help="write the trace, to be edited")
+    parser.add_argument("--cores", type=float, help="everything shares one machine with this many cores")
+    parser.add_argument("--save", metavar="FILE", help="write the trace to a file, to edit it")
     parser.add_argument("--plot", metavar="FILE", help="draw throughput and idle time over eta")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
 
 
 def _declare_new(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("kind", choices=("workflow", "agent"), help="an episode in tokens, or one that speaks HTTP")
-    parser.add_argument("name", metavar="NAME", help="its module's name: small letters, digits and _")
-    parser.add_argument("--into", metavar="DIR", help="the package it belongs to; else areal/workflow, or here")
-    parser.add_argument("--force", action="store_true", help="overwrite what is there")
+    parser.add_argument("kind", choices=("workflow", "agent"), help="an episode in tokens, or over HTTP")
+    parser.add_argument("name", metavar="NAME", help="the name of its module: small letters, digits and _")
+    parser.add_argument(
+        "--into", metavar="DIR", help="the package to write to; by default areal/workflow in a checkout, else here"
+    )
+    parser.add_argument("--force", action="store_true", help="overwrite files that exist")
 
 
 def _declare_check(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("workflow", metavar="WORKFLOW", help="its import string: my_module.MyAgent")
     parser.add_argument("arguments", nargs="*", default=[], metavar="NAME=VALUE", help="an argument of its constructor")
     parser.add_argument("--data", default="builtin:sort-digits", metavar="FILE", help="tasks: .jsonl, or builtin:NAME")
-    parser.add_argument("--engine", choices=("builtin", "fake"), default="builtin", help="a small model, or none")
+    parser.add_argument(
+        "--engine", choices=("builtin", "fake"), default="builtin", help="a small model, or random tokens"
+    )
     parser.add_argument("--mode", choices=("any", "inline", "subproc"), default="any", help="where agents run")
     parser.add_argument("--n", type=int, default=32, help="episodes at once (32)")
     parser.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="for each episode (60)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+
+
+@dataclass(frozen=True)
+class Verb:
+    summary: str
+    declare: Callable[[argparse.ArgumentParser], None]
+    """Adds the verb's arguments to its parser."""
+    example: str
+    imports_user_code: bool = False
 
 
 VERBS = {
@@ -111,6 +150,7 @@ VERBS = {
         "train an agent's model",
         _declare_train,
         "areal train --config examples/agent_workflow/config.yaml seed=2",
+        imports_user_code=True,
     ),
     "serve": Verb(
         "serve a model to any client of OpenAI's or Anthropic's wire",
@@ -127,45 +167,10 @@ VERBS = {
         "find what would go wrong with a workflow or an agent in training",
         _declare_check,
         "areal check my_module.MyAgent --data sample.jsonl",
+        imports_user_code=True,
     ),
     "chat": Verb("talk to a saved model in the terminal", _declare_chat, "areal chat DIR"),
 }
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """The console script; returns the exit code."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    name, rest = _split_verb(words)
-    args = _verb_parser(name).parse_intermixed_args(rest)
-    return guard(_run, name, args)
-
-
-def _run(name: str, args: argparse.Namespace) -> int:
-    code: int = import_module(f"{__package__}.{name}").run(args)
-    return code
-
-
-def _split_verb(words: list[str]) -> tuple[str, list[str]]:
-    parser = argparse.ArgumentParser(
-        prog="areal",
-        description="Train language-model agents with asynchronous reinforcement learning.",
-        epilog="verbs:\n" + "\n".join(f"  {name:<10}{verb.summary}" for name, verb in VERBS.items())
-        + "\n\nareal VERB --help says more.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    parser.add_argument("--version", action="version", version=f"areal {__version__}")
-    parser.add_argument("verb", choices=VERBS, metavar="VERB", help=" or ".join(VERBS))
-    name: str = parser.parse_args(words[:1]).verb
-    return name, words[1:]
-
-
-def _verb_parser(name: str) -> argparse.ArgumentParser:
-    verb = VERBS[name]
-    parser = argparse.ArgumentParser(
-        prog=f"areal {name}", description=f"{verb.summary.capitalize()}.", epilog=f"example: {verb.example}"
-    )
-    verb.declare(parser)
-    return parser
 
 
 if __name__ == "__main__":

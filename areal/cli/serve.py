@@ -1,7 +1,8 @@
 """`areal serve --model M --port P --api-key KEY`: the proxy on a model alone, for any client that takes a base URL.
 
-One standing session belongs to the key. It keeps what recent conversations need and forgets older ones. Loopback unless
-told otherwise; beyond loopback only with a key that the user chose. Ctrl-C and SIGTERM end it with code 0.
+The key has one session, open as long as the server. It keeps what recent conversations need and forgets older ones.
+Listens on loopback by default; beyond loopback only with a key that the user chose. Ctrl-C and SIGTERM end it with
+code 0.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from areal.utils.net import is_loopback
 
 KEY_VARIABLE = "AREAL_API_KEY"
 TURNS_KEPT = 10_000
-"""Answers that the standing session remembers before it begins anew."""
+"""Answers that the session remembers before it starts over."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -66,7 +67,7 @@ def _announce(origin: str, model: str, new_key: str | None) -> None:
 
 
 def _key(given: str | None, host: str) -> str | None:
-    """None = one is to be made."""
+    """The key to use; None = one is to be made."""
     key = os.environ.get(KEY_VARIABLE) if given is None else given
     if key is None:
         if not is_loopback(host):

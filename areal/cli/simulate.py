@@ -1,4 +1,4 @@
-"""`areal simulate --engines 64 --trainers 32 --latency trace.json`: what a run would do on machines we do not have."""
+"""`areal simulate --engines 64 --trainers 32 --latency trace.json`: what a run would do on machines you do not have."""
 
 import argparse
 import dataclasses
@@ -38,7 +38,9 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--eta must be >= 0 and --cores > 0, got {args.eta} and {args.cores}")
     for path in filter(None, (args.save, args.plot)):
         if not Path(path).absolute().parent.is_dir():
-            raise ConfigError(f"{path!r} cannot be written: there is no directory {str(Path(path).parent)!r}; make it")
+            raise ConfigError(
+                f"{path!r} cannot be written: there is no directory {str(Path(path).parent)!r}; create it"
+            )
     trace = record(args.latency) if Path(args.latency).is_dir() else read_trace(args.latency)
     if args.save:
         trace.save(args.save)
@@ -101,6 +103,6 @@ def _plot(predictions: dict[int, Prediction], path: str) -> None:
     idle.legend(frameon=False)
     try:
         figure.savefig(path, dpi=120)
-    except ValueError as error:  # an ending that it does not know
+    except ValueError as error:  # a file name suffix that matplotlib does not know
         raise ConfigError(f"--plot {path}: {error}") from None
     pyplot.close(figure)

@@ -1,7 +1,6 @@
-"""`areal train --config FILE a.b=c …`: the verb behind the example script."""
+"""`areal train --config FILE a.b=c …`: train an agent; what the example scripts do."""
 
 import argparse
-import sys
 
 from areal.api.errors import ConfigError
 from areal.config.experiment import GRPOConfig
@@ -9,8 +8,6 @@ from areal.config.loader import load_expr_config
 
 
 def run(args: argparse.Namespace) -> int:
-    if "" not in sys.path:  # a console script, unlike python itself, does not look where it was started
-        sys.path.insert(0, "")
     words = (["--config", args.config] if args.config else []) + args.overrides
     config, _ = load_expr_config(words, GRPOConfig)
     if not config.workflow and config.rollout.agent.mode == "online":

@@ -9,15 +9,18 @@ from pathlib import Path
 
 import pytest
 
+from areal.api.errors import ConfigError
 from areal.cli.main import main
-from areal.cli.new import with_name
+from areal.cli.new import with_export
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty directory to stand in."""
+    """An empty current directory."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -42,14 +45,16 @@ def test_generated_files_pass_their_own_tests_and_the_linter(project: Path) -> N
         assert done.returncode == 0, done.stdout
 
 
-def test_package_exports_the_new_names(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_new_package_exports_the_name_and_one_that_exists_is_left_alone(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     main(["new", "workflow", "long_division", "--into", "mypkg"])
     main(["new", "agent", "search_agent", "--into", "mypkg"])
     assert (project / "mypkg/__init__.py").read_text() == (
-        "from mypkg.long_division import LongDivisionWorkflow\nfrom mypkg.search_agent import SearchAgent\n\n"
-        '__all__ = ["LongDivisionWorkflow", "SearchAgent"]\n'
+        'from mypkg.long_division import LongDivisionWorkflow\n\n__all__ = ["LongDivisionWorkflow"]\n'
     )
     said = capsys.readouterr().out
+    assert "from mypkg.search_agent import SearchAgent  # add to mypkg/__init__.py\n" in said
     assert 'trainer.train(workflow="mypkg.long_division.LongDivisionWorkflow", workflow_kwargs=' in said
     assert 'trainer.train(workflow="mypkg.search_agent.SearchAgent")' in said
 
@@ -95,9 +100,7 @@ def test_package_below_src_gets_its_tests_at_the_top_of_the_project(project: Pat
     (project / "src/mypkg/__init__.py").write_text('"""Mine."""\n')
     assert main(["new", "agent", "search", "--into", "src/mypkg"]) == 0
     assert "from mypkg.search import SearchAgent" in (project / "tests/test_search_agent.py").read_text()
-    assert (project / "src/mypkg/__init__.py").read_text() == (
-        '"""Mine."""\n\nfrom mypkg.search import SearchAgent\n\n__all__ = ["SearchAgent"]\n'
-    )
+    assert (project / "src/mypkg/__init__.py").read_text() == '"""Mine."""\n'
 
 
 def test_second_time_is_refused_and_changes_nothing_unless_forced(
@@ -138,40 +141,21 @@ def test_module_that_would_hide_another_is_refused(
     assert list(project.iterdir()) == []
 
 
-def test_package_that_cannot_be_read_is_left_alone(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (project / "mypkg").mkdir()
-    (project / "mypkg/__init__.py").write_text("from x import (\n")
-    assert main(["new", "agent", "search", "--into", "mypkg"]) == 2
-    assert "mypkg/__init__.py must be Python" in capsys.readouterr().err
-    assert [path.name for path in (project / "mypkg").iterdir()] == ["__init__.py"]
+OURS = (ROOT / "areal/workflow/__init__.py").read_text()
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ("", 'from p.m import New\n\n__all__ = ["New"]\n'),
-        ("from p.a import Old\n", 'from p.a import Old\nfrom p.m import New\n\n__all__ = ["New", "Old"]\n'),
-        (
-            'from p.z import Z\n\n__all__ = [\n    "Z",  # mine\n]\n',
-            'from p.m import New\nfrom p.z import Z\n\n__all__ = [\n    "New",\n    "Z",  # mine\n]\n',
-        ),
-        (
-            'from p.a import é\n\n__all__ = ["A", "é"]\n',
-            'from p.a import é\nfrom p.m import New\n\n__all__ = ["A", "New", "é"]\n',
-        ),
-        (
-            'from p.a import A\n__all__ = [\n    "A",\n]\n',
-            'from p.a import A\nfrom p.m import New\n__all__ = [\n    "A",\n    "New",\n]\n',
-        ),
-        ("from p.m import New\n__all__ = []\n", 'from p.m import New\n__all__ = ["New"]\n'),
-        (
-            f'from p.a import A\n__all__ = ["A", "{"B" * 100}"]\n',
-            f'from p.a import A\nfrom p.m import New\n__all__ = [\n    "A",\n    "New",\n    "{"B" * 100}",\n]\n',
-        ),
-    ],
-)
-def test_init_learns_the_name_and_keeps_the_rest(before: str, after: str) -> None:
-    once = with_name(before, "p.m", "New", "p/__init__.py")
-    assert sorted(once) == sorted(after)
-    assert exported(once).count("New") == 1
-    assert with_name(once, "p.m", "New", "p/__init__.py") == once
+def test_our_own_package_gets_each_name_once_and_in_order() -> None:
+    once = with_export(OURS, "areal.workflow.new_one", "NewOneWorkflow")
+    assert with_export(once, "areal.workflow.new_one", "NewOneWorkflow") == once
+    assert exported(once) == sorted([*exported(OURS), "NewOneWorkflow"])
+    many = once
+    for letter in "abcdef":
+        many = with_export(many, f"areal.workflow.{letter}", f"{letter.upper() * 20}Workflow")
+    assert exported(many) == sorted(exported(many))
+    assert max(map(len, many.splitlines())) <= 120
+
+
+@pytest.mark.parametrize("part", ["__all__ = ", "    from areal.workflow.", '": "areal.workflow.'])
+def test_our_own_package_in_another_form_is_refused(part: str) -> None:
+    with pytest.raises(ConfigError, match=r"areal/workflow/__init__.py must .*; restore"):
+        with_export(OURS.replace(part, part.replace("a", "b")), "areal.workflow.new_one", "NewOneWorkflow")

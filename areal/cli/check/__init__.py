@@ -8,7 +8,6 @@ import argparse
 import asyncio
 import itertools
 import json
-import sys
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import asdict
@@ -46,8 +45,6 @@ CANNOT_TRAVEL = "make in __init__ what cannot be sent to another process"
 
 
 def run(args: argparse.Namespace) -> int:
-    if "" not in sys.path:  # a console script, unlike python itself, does not look in the current directory
-        sys.path.insert(0, "")
     if args.n < 1:
         raise ConfigError(f"--n must be >= 1 episodes at once, got {args.n}")
     if args.timeout <= 0:
