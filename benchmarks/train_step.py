@@ -1,10 +1,10 @@
-"""How fast is a training step, beside what one would run instead? On the built-in model, both cores.
+"""How fast is a training step, compared with what one would run instead? On the built-in model, all cores.
 
 The step alone, in trained tokens per second: groups that share a prompt, and 8-turn conversations, packed as this
 package does it against the same model in plain transformers with padded rows (same loss, same optimizer). End to end,
 in samples per second and in reward after the same steps: RLVRWorkflow against TRL's GRPOTrainer (same checkpoint,
-tasks, batch, group size, learning rate). Beside it the same run through an OpenAI-SDK agent, with where the processor
-time of a sample goes: the SDK's and the proxy's part are measured by calls on an engine that costs nothing.
+tasks, batch, group size, learning rate). Then the same run through an OpenAI-SDK agent, and where the processor time of
+a sample goes: the shares of the SDK and the proxy are measured by calls to an engine that costs nothing.
 """
 
 import asyncio
@@ -38,11 +38,11 @@ EXAMPLE = Path(__file__).parent.parent / "examples" / "agent_workflow" / "config
 TRL = ["torch==2.13.0", "trl==1.16.0", "transformers>=5.0"]
 PROMPTS, SAMPLES, STEPS, LR, MAX_NEW_TOKENS = 32, 8, 60, 2e-4, 16
 SAME_REWARD_STEPS = 10
-"""Rewards are compared as means over so many steps."""
+"""Rewards are compared as means over this many steps."""
 
 
 def group_spans(draw: np.random.Generator, vocabulary: int) -> list[Span]:
-    """32 groups of 8 completions of 32 tokens behind a prompt of 96."""
+    """32 groups of 8 completions of 32 tokens, each group after a prompt of 96."""
     spans = []
     for group in range(32):
         prompt = draw.integers(0, vocabulary, 96)
@@ -145,8 +145,8 @@ def trl(model: Path, place: Path) -> dict[str, Any]:
         check=True,
         timeout=900,
     )
-    told = json.loads(done.stdout.strip().split("\n")[-1])
-    return end_to_end("TRL", told["step_seconds"], told["rewards"])
+    printed = json.loads(done.stdout.strip().split("\n")[-1])
+    return end_to_end("TRL", printed["step_seconds"], printed["rewards"])
 
 
 def areal(workflow: str, place: Path, *overrides: str) -> dict[str, Any]:
@@ -173,16 +173,16 @@ def areal(workflow: str, place: Path, *overrides: str) -> dict[str, Any]:
     with PPOTrainer(config) as trainer:
         result = trainer.train(workflow=workflow)
     rows = [row for row in read_metrics(result.run_dir) if "step_seconds" in row]
-    told = end_to_end(workflow, [row["step_seconds"] for row in rows], [row["reward"] for row in rows])
+    figures = end_to_end(workflow, [row["step_seconds"] for row in rows], [row["reward"] for row in rows])
     return {
-        **told,
+        **figures,
         "cpu_seconds": result.summary["cpu_seconds"],
         "training_seconds": result.summary["training_seconds"],
     }
 
 
 def sample_costs(run: dict[str, Any]) -> dict[str, float]:
-    """Processor time per sample in µs, of a run through the SDK, by who used it."""
+    """Processor time per sample in µs of a run through the SDK, by the part that used it."""
     costs = asyncio.run(call_costs())
     used = {name: 1e6 * seconds / (PROMPTS * SAMPLES * STEPS) for name, seconds in run["cpu_seconds"].items()}
     workers = sum(cost for name, cost in used.items() if name.startswith("rollout worker"))
@@ -222,16 +222,16 @@ async def call_costs() -> dict[str, float]:
 
 
 def end_to_end(name: str, step_seconds: list[float], rewards: list[float]) -> dict[str, Any]:
-    """The first step is not counted: it warms caches, or has its episodes already."""
+    """The first step is not counted: it fills caches, or has its episodes already."""
     counted = step_seconds[1:]
-    told = {
+    figures = {
         "samples_per_second": PROMPTS * SAMPLES * len(counted) / sum(counted),
         "first_reward": float(np.mean(rewards[:SAME_REWARD_STEPS])),
         "last_reward": float(np.mean(rewards[-SAME_REWARD_STEPS:])),
         "seconds": sum(step_seconds),
     }
-    print(f"{name}: {told}", file=sys.stderr)
-    return told
+    print(f"{name}: {figures}", file=sys.stderr)
+    return figures
 
 
 def run() -> tuple[dict[str, Any], list[Aim]]:
@@ -256,7 +256,7 @@ def run() -> tuple[dict[str, Any], list[Aim]]:
             1.0,
         ),
         Aim.at_least("samples/s over TRL, RLVRWorkflow", ratio, 5.0),
-        Aim.at_most("reward behind TRL's after the same steps", peer["last_reward"] - direct["last_reward"], 0.05),
+        Aim.at_most("TRL's reward minus ours after the same steps", peer["last_reward"] - direct["last_reward"], 0.05),
     ]
     agent["cpu_us_per_sample"] = sample_costs(agent)
     return {"step": alone, "rlvr": direct, "trl": peer, "sdk_agent": agent, "over_trl": ratio}, aims

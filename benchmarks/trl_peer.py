@@ -16,7 +16,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 
 class Clock(TrainerCallback):
-    """When each step ended, and what reward its samples got."""
+    """When each step ended, and the reward of its samples."""
 
     def __init__(self) -> None:
         self.ends: list[float] = []

@@ -1,4 +1,4 @@
-"""What every generator is asked, and how it is timed. Runs in environments that have neither areal nor torch.
+"""The requests that every generator gets, and how they are timed. Runs in environments without areal and torch.
 
 A generator is a script: a job as JSON on standard input, tokens per second as a line of JSON on standard output.
 """
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 Generate = Callable[[list[list[int]], int], int]
-"""(prompts, new tokens of each) -> tokens that came out; returns when all are done."""
+"""(prompts, new tokens of each) -> tokens generated; returns when all are done."""
 
 
 def read_job() -> dict[str, Any]:
@@ -20,7 +20,7 @@ def read_job() -> dict[str, Any]:
 
 
 def measure(job: dict[str, Any], generate: Generate) -> None:
-    """Time each case of the job and print the result; `tokens` of a case are drawn, the best of its repeats counts."""
+    """Time each case of the job and print the rates; the best of a case's repeats counts."""
     generate(prompts(job["vocab"], 2, 16, seed="first"), 4)
     rates: dict[str, dict[str, float]] = {}
     for case in job["cases"]:
@@ -34,7 +34,7 @@ def measure(job: dict[str, Any], generate: Generate) -> None:
             seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - worked
             expected = case["concurrency"] * case["new"]
             if came != expected:
-                raise RuntimeError(f"{came} tokens came out, {expected} were asked for")
+                raise RuntimeError(f"{expected} tokens must be generated, got {came}")
             found = {"per_second": came / seconds, "per_cpu_second": came / max(cpu_seconds, 1e-6)}
             best = {name: max(best[name], rate) for name, rate in found.items()}
         rates[case["name"]] = best
@@ -43,7 +43,7 @@ def measure(job: dict[str, Any], generate: Generate) -> None:
 
 
 def prompts(vocab: int, count: int, length: int, *, seed: str, alike: bool = False) -> list[list[int]]:
-    """Random token ids, other ones for every seed; `alike` makes all prompts equal."""
+    """Random token ids, different for every seed; `alike` makes all prompts equal."""
     draw = random.Random(seed)
     each = [[draw.randrange(3, vocab) for _ in range(length)] for _ in range(1 if alike else count)]
     return each * count if alike else each

@@ -1,4 +1,4 @@
-"""What the machine can do at most: float32 matrix products and reading memory, with all threads."""
+"""The machine's limits: float32 matrix products and memory reads per second, with all threads."""
 
 import json
 import time

@@ -17,7 +17,7 @@ def main() -> None:
 
     def settings(new: int) -> GenerationConfig:
         sampled = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
-        # A token that is never drawn ends nothing; None would be filled in from the model's own settings.
+        # -1 is never drawn, so nothing ends early; None would be replaced by the model's own setting.
         return GenerationConfig(max_new_tokens=new, min_new_tokens=new, eos_token_id=-1, pad_token_id=0, **sampled)
 
     def batch(prompts: list[list[int]], new: int) -> int:
@@ -30,7 +30,7 @@ def main() -> None:
         outputs = model.generate_batch(prompts, settings(new), continuous_batching_config=limits)
         return sum(len(output.generated_tokens) for output in outputs.values())
 
-    # Left to itself it takes most of the memory for its cache.
+    # By default it takes most of the memory for its cache.
     pages = max(one["concurrency"] * (2 + (one["prompt"] + one["new"]) // PAGE) for one in job["cases"])
     limits = ContinuousBatchingConfig(page_size=PAGE, num_blocks=pages + 8, max_batch_tokens=BATCH_TOKENS)
     measure(job, continuous if job["continuous"] else batch)

@@ -16,7 +16,7 @@ START_SECONDS = 60.0
 
 @dataclass
 class EngineProcess:
-    home: DriverListener
+    listener: DriverListener
     placement: Placement
     arrival: ConnectedProcess
 
@@ -27,15 +27,15 @@ class EngineProcess:
 
 @asynccontextmanager
 async def engine_process(model: Path, log: Path) -> AsyncIterator[EngineProcess]:
-    scheduler, home = LocalScheduler(), DriverListener(api_wire())
-    await home.open()
+    scheduler, listener = LocalScheduler(), DriverListener(api_wire())
+    await listener.open()
     try:
         argv = [sys.executable, "-m", "areal.engine.inference.server", str(model)]
         # One thread: a test's process shares the machine with the tests.
-        env = home.env | {"OMP_NUM_THREADS": "1", "PYTHONPATH": ":".join(path for path in sys.path if path)}
+        env = listener.env | {"OMP_NUM_THREADS": "1", "PYTHONPATH": ":".join(path for path in sys.path if path)}
         placement = await scheduler.start(Command("engine", argv, log, env))
-        arrival = await home.expect("engine", 0, placement, timeout_seconds=START_SECONDS)
-        yield EngineProcess(home, placement, arrival)
+        arrival = await listener.expect("engine", 0, placement, timeout_seconds=START_SECONDS)
+        yield EngineProcess(listener, placement, arrival)
     finally:
-        await home.close()
+        await listener.close()
         await scheduler.close()

@@ -116,7 +116,7 @@ async def test_logprobs_of_the_builtin_model_agree(tiny_math: Path) -> None:
 
 @pytest.mark.parametrize("rows", [1, 3])
 async def test_logprobs_agree_when_requests_take_turns(rows: int) -> None:
-    """Sequences move between cache rows as others end; nothing of a row's last tenant may show."""
+    """Sequences move between cache rows as others end; nothing of a row's earlier sequence may show."""
     engine = EmbeddedEngine(DecoderRunner(training_engine().decoder), max_running=rows)
     asked = requests(9)
     answers = await asyncio.gather(*map(engine.agenerate, asked))

@@ -24,7 +24,7 @@ async def test_greedy_answers_are_the_same_whatever_the_seed(engine: InferenceEn
     assert first.output_logprobs == pytest.approx(again.output_logprobs, abs=1e-4)
 
 
-async def test_a_seed_gives_the_same_tokens_whoever_shares_the_batch(engine: InferenceEngine) -> None:
+async def test_a_seed_gives_the_same_tokens_whatever_shares_the_batch(engine: InferenceEngine) -> None:
     alone = [await answer(engine, [9] * (1 + i % 3), seed=i, temperature=1.3) for i in range(6)]
     crowd = [
         ask([9] * (1 + i % 3), seed=i, temperature=1.3, max_new_tokens=12, top_k=0 if i < 6 else 3) for i in range(40)

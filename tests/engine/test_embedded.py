@@ -30,7 +30,7 @@ def ask(**settings: Any) -> ModelRequest:
 
 
 async def turns(count: int = 20) -> None:
-    """Give the engine's task its turn, many times over."""
+    """Give the engine's task many turns."""
     for _ in range(count):
         await asyncio.sleep(0)
 
@@ -93,12 +93,12 @@ async def test_stop_texts_without_a_tokenizer_are_refused(engine: EmbeddedEngine
         await engine.agenerate(ask(stop=["x"]))
 
 
-async def test_activity_is_told_once_and_only_where_tokens_were_drawn(engine: EmbeddedEngine) -> None:
+async def test_activity_is_reported_once_and_only_where_tokens_were_drawn(engine: EmbeddedEngine) -> None:
     assert engine.activity() == []
     await engine.agenerate(ask())
-    stretches = engine.activity()
-    assert stretches
-    assert all(start < end for start, end in stretches)
+    intervals = engine.activity()
+    assert intervals
+    assert all(start < end for start, end in intervals)
     assert engine.activity() == []
     task = asyncio.create_task(engine.agenerate(ask()))
     await asyncio.sleep(0)

@@ -44,18 +44,18 @@ async def test_a_killed_server_fails_the_calls_that_wait_for_it(model: Path, tmp
             await asyncio.wait_for(waiting, 30)
         with pytest.raises(EngineError):
             await engine.health()
-        # Nobody killed this way cleans up after itself.
+        # A process killed this way leaves its socket.
         shutil.rmtree(os.path.dirname(process.arrival.info["address"].removeprefix("unix:")))
 
 
 @pytest.mark.parametrize("by", ["the driver hanging up", "SIGTERM"])
-async def test_a_server_that_is_told_to_end_leaves_nothing_behind(model: Path, tmp_path: Path, by: str) -> None:
+async def test_a_server_that_ends_leaves_no_files(model: Path, tmp_path: Path, by: str) -> None:
     async with engine_process(model, tmp_path / "log") as process:
         socket = process.arrival.info["address"].removeprefix("unix:")
         assert exists(socket)
         if by == "SIGTERM":
             os.kill(process.placement.pid, signal.SIGTERM)
         else:
-            await process.home.close()
+            await process.listener.close()
         assert await asyncio.wait_for(process.placement.wait(), 30) == 0
         assert not exists(os.path.dirname(socket))

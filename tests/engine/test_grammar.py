@@ -66,12 +66,12 @@ def ask(grammar: Grammar | None, **settings: Any) -> ModelRequest:
 
 
 def following(schema: dict[str, Any]) -> Grammar:
-    """Without white space, of which a greedy model may never tire."""
+    """Without white space, which a greedy model might repeat forever."""
     return Grammar("json_schema", json.dumps(schema | {"x-guidance": {"whitespace_flexible": False}}))
 
 
 def text_of(answer: ModelResponse) -> str:
-    """What was said, without the end token."""
+    """The text of an answer, without the end token."""
     ids = answer.output_tokens
     return str(byte_tokenizer().decode(ids[:-1] if ids[-1] == END else ids, skip_special_tokens=False))
 
@@ -141,8 +141,8 @@ async def test_neighbours_of_a_constrained_request_draw_what_they_would(engine: 
     free = ask(None, seed=3, max_new_tokens=40)
     alone = await engine.agenerate(free)
     constrained = [ask(following(SCHEMAS["recursive"]), seed=seed) for seed in range(3)]
-    beside, *_ = await asyncio.gather(*map(engine.agenerate, [free, *constrained]))
-    assert beside.output_tokens == alone.output_tokens
+    together, *_ = await asyncio.gather(*map(engine.agenerate, [free, *constrained]))
+    assert together.output_tokens == alone.output_tokens
 
 
 async def test_a_stream_follows_the_grammar_too(engine: EmbeddedEngine) -> None:

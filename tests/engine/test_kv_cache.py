@@ -1,4 +1,4 @@
-"""Rows keep what is theirs through every move, and memory follows what sequences have."""
+"""Rows keep their contents through every move, and memory follows the sequences' lengths."""
 
 import torch
 from hypothesis import settings

@@ -1,4 +1,4 @@
-"""What is wrong with a model directory is said in one line that names it."""
+"""A broken model directory is reported in one line that names the problem."""
 
 import json
 from pathlib import Path

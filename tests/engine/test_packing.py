@@ -1,4 +1,4 @@
-"""However sequences are laid together, each token sees its own sequence and nothing else."""
+"""However sequences are packed, each token attends to its own sequence and nothing else."""
 
 import numpy as np
 import pytest

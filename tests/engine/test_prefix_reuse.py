@@ -27,7 +27,7 @@ TOLERANCE = 1e-4
 
 @pytest.fixture
 def short_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prefixes of four tokens are remembered and read together, rows change pools often, a step takes seven tokens."""
+    """Prefixes of four tokens are cached and read together, rows change pools often, a step takes seven tokens."""
     monkeypatch.setattr(attention, "LEAST_SAVED", 1)
     monkeypatch.setattr(kv_cache, "SMALLEST_POOL", 8)
     monkeypatch.setattr(decoder_runner, "SHORTEST_PREFIX", 4)
@@ -37,7 +37,7 @@ def short_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class CountingRunner(DecoderRunner):
-    """Knows how many tokens were computed, and how many of them in a step at most."""
+    """Counts the tokens that were computed, and the most prompt tokens of one step."""
 
     computed = 0
     largest_chunk = 0

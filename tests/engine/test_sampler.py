@@ -111,12 +111,13 @@ def test_rounding_at_the_end_of_the_range_neither_leaves_the_allowed_set_nor_shr
     logits = 4 * torch.randn(500, 300, generator=torch.Generator().manual_seed(0)).sort(dim=1, descending=True).values
     free, limited = (1.0, 1.0, 0, 0), (1.0, 1.0, 2, 0)
     alone, _ = sample(logits, SamplingParams.of_rows([free] * 500), [0] * 500)
-    beside = sample(torch.cat([logits, logits]), SamplingParams.of_rows([free] * 500 + [limited] * 500), [0] * 1000)[0]
-    assert beside[:500] == alone
-    assert set(beside[500:]) == {1}
+    both = SamplingParams.of_rows([free] * 500 + [limited] * 500)
+    together, _ = sample(torch.cat([logits, logits]), both, [0] * 1000)
+    assert together[:500] == alone
+    assert set(together[500:]) == {1}
 
 
-def test_a_row_draws_the_same_whoever_shares_its_batch() -> None:
+def test_a_row_draws_the_same_whatever_shares_its_batch() -> None:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(64, 1000, generator=generator) * 3
     rows = [(1.0 + row % 3 / 2, 1.0, 0, row) for row in range(64)]

@@ -1,4 +1,4 @@
-"""Conversations as lessons: exactly the assistant's turns are learned."""
+"""Conversations as supervised examples: exactly the assistant's turns are learned."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ CONVERSATION: list[dict[str, Any]] = [
 
 
 def learned(messages: list[dict[str, Any]], tools: Any = None) -> list[str]:
-    """The stretches of learned text."""
+    """The learned pieces of text."""
     tokenizer = byte_tokenizer()
     span = supervised_span(messages, tools, tokenizer, group=0)
     assert tokenizer.decode(span.ids) == tokenizer.apply_chat_template(messages, tools=tools, tokenize=False).rstrip()

@@ -1,4 +1,4 @@
-"""The built-in countdown model. How well it is warmed up is seen by its example, not here: that takes too long."""
+"""The built-in countdown model. Its example tests how well it is warmed up; here that would take too long."""
 
 from dataclasses import replace
 from itertools import islice

@@ -1,4 +1,4 @@
-"""The built-in model: made once, and fit for every shape of agent."""
+"""The built-in model: made once, and fit for every kind of agent."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""Models that transformers computes learn: what they compute, what a step changes, what is written."""
+"""Training models that transformers computes: log-probs, gradients, checkpoints."""
 
 from pathlib import Path
 from typing import Any
@@ -30,10 +30,10 @@ def batch(model: Path, count: int = 6, images: list[bytes] | None = None) -> Tok
     draw, spans = np.random.default_rng(3), []
     for number in range(count):
         text = draw.integers(10, 250, 5 + 3 * number).tolist()
-        seen = number < count - 1
-        ids = np.array([*text[:3], *(image_ids(model) if seen else []), *text[3:]])
+        has_image = number < count - 1
+        ids = np.array([*text[:3], *(image_ids(model) if has_image else []), *text[3:]])
         asked = np.array([2, len(ids) - 2, len(ids) - 1])
-        spans.append(Span(ids, asked, number, ((images or drawn_images(8))[number],) if seen else ()))
+        spans.append(Span(ids, asked, number, ((images or drawn_images(8))[number],) if has_image else ()))
     total = sum(len(span.asked) for span in spans)
     return TokenBatch(spans, torch.ones(total), {"weights": torch.full((total,), 1 / total)})
 
@@ -77,8 +77,8 @@ def test_the_loss_reaches_the_vision_tower(llava: Path) -> None:
 
 def test_an_image_changes_what_follows_and_nothing_before(llava: Path) -> None:
     engine = trainer(llava)
-    seen, blank = engine.logprobs(batch(llava)), engine.logprobs(batch(llava, images=[blank_image()] * 8))
-    changed = (seen - blank).abs().view(6, 3) > 1e-6
+    real, blank = engine.logprobs(batch(llava)), engine.logprobs(batch(llava, images=[blank_image()] * 8))
+    changed = (real - blank).abs().view(6, 3) > 1e-6
     assert changed[:5, 1:].all()
     assert not changed[:, 0].any()
     assert not changed[5].any()
