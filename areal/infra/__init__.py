@@ -1,4 +1,4 @@
-"""Where code runs: episode context, HTTP clients, worker processes, schedulers."""
+"""What all processes of a run build on: calls between them, schedulers, the episode context, HTTP clients, stalls."""
 
 from areal.infra import workflow_context
 

@@ -1,61 +1,59 @@
-"""Calls that hold an event loop while they wait, and what an episode says instead.
+"""Calls that block an event loop while they wait, and what an episode does instead.
 
-One table for those who read source (`areal check`) and for those who look at a running stack (the stall watch).
+One table for the stall watch, which sees a blocked line and its stack, and for `areal check`, which sees the calls.
 """
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Blocking:
+class BlockingCalls:
+    """Calls with one remedy."""
+
     names: tuple[str, ...]
     """Full names of the functions; one that ends in a dot is a whole module."""
     remedy: str
     modules: tuple[str, ...] = ()
     """Modules that are on the stack while such a call waits."""
     methods: tuple[str, ...] = ()
-    """Methods of these names block, whatever object they belong to."""
+    """Methods of these names block, whatever their object is."""
 
 
 BLOCKING = (
-    Blocking(("time.sleep",), "await asyncio.sleep(...)"),
-    Blocking(
+    BlockingCalls(("time.sleep",), "await asyncio.sleep(...)"),
+    BlockingCalls(
         ("open", "io.open"),
         "async with aiofiles.open(...) as file: await file.read()",
         modules=("pathlib",),
         methods=("read_text", "read_bytes", "write_text", "write_bytes"),
     ),
-    Blocking(
+    BlockingCalls(
         ("openai.OpenAI", "openai.AzureOpenAI", "anthropic.Anthropic"),
         "AsyncOpenAI(...) (AsyncAnthropic(...)) with await, or rollout.agent.mode=subproc",
         modules=("openai", "anthropic"),
     ),
-    Blocking(
+    BlockingCalls(
         ("requests.", "urllib.request.urlopen", "httpx.get", "httpx.post", "httpx.request", "httpx.Client"),
         "session = await workflow_context.get_aiohttp_session(), or get_httpx_client()",
         modules=("requests", "urllib3", "urllib.request", "http.client", "httpx", "httpx2"),
     ),
-    Blocking(
+    BlockingCalls(
         ("subprocess.run", "subprocess.call", "subprocess.check_call", "subprocess.check_output", "os.system"),
         "await asyncio.create_subprocess_exec(...)",
         modules=("subprocess",),
     ),
-    Blocking(("input",), "no questions to a terminal: nobody sits at it"),
+    BlockingCalls(("input",), "what the task holds: an episode has no terminal"),
 )
 
 OTHERWISE = "AsyncRewardWrapper(reward_fn) for rewards, await asyncio.to_thread(...) for the rest"
 
 
-def by_name(name: str) -> Blocking | None:
-    """The entry of a function by its full name."""
+def by_name(name: str) -> BlockingCalls | None:
+    """The entry of a function, given its full name."""
     for entry in BLOCKING:
         if any(name == known or (known.endswith(".") and name.startswith(known)) for known in entry.names):
             return entry
     return None
-
-
-def by_method(method: str) -> Blocking | None:
-    return next((entry for entry in BLOCKING if method in entry.methods), None)
 
 
 def remedy_for(source: str, modules: list[str]) -> str:

@@ -62,7 +62,7 @@ _clients_by_loop: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Held] = 
 
 
 async def shared_clients() -> SharedClients:
-    """Those of the running loop."""
+    """The clients of the running loop."""
     loop = asyncio.get_running_loop()
     if loop not in _clients_by_loop:
         for dead in [other for other in _clients_by_loop if other.is_closed()]:
@@ -75,7 +75,7 @@ async def shared_clients() -> SharedClients:
 
 
 async def close_clients() -> None:
-    """Close those of the running loop now, for a loop that goes on."""
+    """Close the clients of the running loop now, for a loop that goes on."""
     held = _clients_by_loop.get(asyncio.get_running_loop())
     if held is not None:
         await held[1].aclose()

@@ -1,7 +1,7 @@
-"""What code inside an episode may ask: which episode this is, where its model is, and the clients that all share.
+"""What code inside an episode may ask: which episode this is, where its model is, and the HTTP clients that all share.
 
 An episode's context is visible in its tasks and in threads started with `asyncio.to_thread`. Outside an episode `get()`
-gives a context with the defaults below.
+returns a context with the defaults below.
 """
 
 from collections.abc import Iterator
@@ -54,7 +54,7 @@ def get() -> WorkflowContext:
 
 
 def of(context: Context) -> WorkflowContext:
-    """That of code which runs under `context`, asked from elsewhere."""
+    """The same for code that runs under `context`, asked from elsewhere."""
     return context.get(_current) or WorkflowContext()
 
 
@@ -79,5 +79,5 @@ async def get_aiohttp_session() -> "aiohttp.ClientSession":
 
 
 async def get_httpx_client() -> "httpx.AsyncClient":
-    """The loop's shared client, in an agent's episode the very one it was given; do not close it."""
+    """The loop's shared client, in an agent's episode the one it was given; do not close it."""
     return get().http_client or (await shared_clients()).httpx_client()

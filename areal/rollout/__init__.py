@@ -1,1 +1,1 @@
-"""Keep enough episodes in flight: admit, open the session an agent talks through, run, time out, age, hand over."""
+"""Runs episodes: how many at once, on which worker, by which runner, and which of them are fresh enough to train on."""

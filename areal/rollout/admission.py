@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 @dataclass
 class Admission:
+    """Counts groups by where they are on their way from start to training."""
+
     batch_size: int
     max_staleness: int
     max_running: int
@@ -22,7 +24,7 @@ class Admission:
     running: int = 0
 
     def capacity(self, reserved: int = 0) -> int:
-        """Groups that may be started now, while others than groups take the room of `reserved` running ones."""
+        """Groups that may be started now, while evaluations take the room of `reserved` running groups."""
         claimed = self.consumed + self.ready + self.running
         by_staleness = (self.version + self.max_staleness + 1) * self.batch_size - claimed
         by_concurrency = self.max_running - self.running - reserved
@@ -49,5 +51,5 @@ class Admission:
         self.consumed += count
 
     def is_stale(self, oldest_version: int) -> bool:
-        """Whether a group whose first token came from `oldest_version` may no longer be trained on."""
+        """Whether a group whose oldest token is of `oldest_version` may no longer be trained on."""
         return self.version - oldest_version > self.max_staleness

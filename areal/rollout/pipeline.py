@@ -193,7 +193,7 @@ async def _end(tasks: Collection[asyncio.Task[Any]]) -> None:
 
 
 class ReadyGroups:
-    """Finished groups on their way to the trainer; tells admission what becomes of each. Never waits."""
+    """Finished groups on their way to the trainer; reports to admission what becomes of each. Never waits."""
 
     def __init__(self, admission: Admission, keep: Filter | None, max_idle_rejections: int) -> None:
         self.rejections = Rejections()

@@ -163,11 +163,11 @@ asyncio.run(main())
 async def test_kill_9_of_the_driver_leaves_no_child_grandchild_or_guardian(tmp_path: Path, reports: Reports) -> None:
     driver = await asyncio.create_subprocess_exec(sys.executable, "-c", DRIVER, str(tmp_path / "log.txt"))
     (grandchild,) = await reports.next()
-    left_behind = [*children_of(driver.pid), grandchild]
-    assert len(left_behind) == 3
+    descendants = [*children_of(driver.pid), grandchild]
+    assert len(descendants) == 3
     driver.kill()
     await driver.wait()
-    for pid in left_behind:
+    for pid in descendants:
         await wait_until_gone(pid)
 
 

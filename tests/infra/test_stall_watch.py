@@ -24,7 +24,7 @@ DEADLINE_SECONDS = 20
 
 
 @dataclass
-class Witness:
+class ReportedStalls:
     """What a watch has reported, in order."""
 
     began: list[Stall] = field(default_factory=list)
@@ -55,43 +55,43 @@ class Witness:
 
 
 async def test_blocking_line_is_reported_while_it_blocks_and_again_when_it_has_ended() -> None:
-    witness = Witness()
-    with witness.watching():
-        witness.block()
-        line = Witness.block.__code__.co_firstlineno + 2
-        assert [stall.where.rpartition("/")[2] for stall in witness.began] == [f"{Path(__file__).name}:{line}"]
-        assert witness.ended == []
-        await asyncio.to_thread(witness.has_ended.wait, DEADLINE_SECONDS)
-    (began,), (ended,) = witness.began, witness.ended
+    reported = ReportedStalls()
+    with reported.watching():
+        reported.block()
+        line = ReportedStalls.block.__code__.co_firstlineno + 2
+        assert [stall.where.rpartition("/")[2] for stall in reported.began] == [f"{Path(__file__).name}:{line}"]
+        assert reported.ended == []
+        await asyncio.to_thread(reported.has_ended.wait, DEADLINE_SECONDS)
+    (began,), (ended,) = reported.began, reported.ended
     assert (ended.where, ended.function) == (began.where, "block")
     assert ended.seconds >= began.seconds >= SECONDS
     assert began.source == "assert self.has_begun.wait(DEADLINE_SECONDS)"
 
 
 async def test_stall_names_the_episode_that_caused_it_also_in_a_task_of_its_own() -> None:
-    witness = Witness()
+    reported = ReportedStalls()
 
     async def inner() -> None:
-        witness.block()
+        reported.block()
 
-    with witness.watching(), workflow_context.enter(WorkflowContext(task_id=7, workflow="my_module.MyAgent")):
+    with reported.watching(), workflow_context.enter(WorkflowContext(task_id=7, workflow="my_module.MyAgent")):
         await asyncio.create_task(inner())
-    assert [(stall.workflow, stall.task_id) for stall in witness.ended] == [("my_module.MyAgent", 7)]
+    assert [(stall.workflow, stall.task_id) for stall in reported.ended] == [("my_module.MyAgent", 7)]
 
 
 async def test_call_that_keeps_pythons_lock_is_found_when_it_lets_go() -> None:
-    witness = Witness()
-    with witness.watching():
-        while not witness.began:  # a busy machine may give the first one's time to others
+    reported = ReportedStalls()
+    with reported.watching():
+        while not reported.began:  # a busy machine may give the first one's time to others
             re.match(r"(a+)+$", "a" * 22 + "b")
-    assert "test_stall_watch.py" in witness.began[0].where
+    assert "test_stall_watch.py" in reported.began[0].where
 
 
 async def test_waiting_loop_is_not_a_stall() -> None:
-    witness = Witness()
-    with witness.watching():
+    reported = ReportedStalls()
+    with reported.watching():
         await asyncio.wait((asyncio.create_task(asyncio.Event().wait()),), timeout=3 * SECONDS)
-    assert (witness.began, witness.ended) == ([], [])
+    assert (reported.began, reported.ended) == ([], [])
 
 
 @pytest.fixture
@@ -113,35 +113,35 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
 
 
 async def test_library_that_blocks_is_blamed_on_the_line_that_called_it(installed: Callable[[str, str], Any]) -> None:
-    witness = Witness()
+    reported = ReportedStalls()
     library = installed("requests_like", "def get(wait):\n    return wait()\n")
-    with witness.watching():
+    with reported.watching():
         library.get(lambda: None)
-        library.get(witness.has_begun.wait)
-    assert witness.began[0].source == "library.get(witness.has_begun.wait)"
-    assert witness.began[0].function == "test_library_that_blocks_is_blamed_on_the_line_that_called_it"
+        library.get(reported.has_begun.wait)
+    assert reported.began[0].source == "library.get(reported.has_begun.wait)"
+    assert reported.began[0].function == "test_library_that_blocks_is_blamed_on_the_line_that_called_it"
 
 
 async def test_importing_something_is_no_fault_of_an_episode(installed: Callable[[str, str], Any]) -> None:
-    witness = Witness()
-    with witness.watching():
+    reported = ReportedStalls()
+    with reported.watching():
         installed("slow_to_load", f"import threading\nthreading.Event().wait({3 * SECONDS})\n")
-    assert witness.began == []
+    assert reported.began == []
 
 
 async def test_workflow_that_is_installed_like_a_library_is_found_by_who_calls_it(
     installed: Callable[[str, str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    witness = Witness()
+    reported = ReportedStalls()
     agent = installed("installed_agent", "async def run(wait):\n    wait()\n")
 
     async def call(function: Any, *args: Any) -> Any:
         return await function(*args)
 
     monkeypatch.setattr("areal.infra.stalls.LIBRARIES", ("/",))
-    with witness.watching(entries=(call.__code__,)):
-        await asyncio.create_task(call(agent.run, witness.has_begun.wait))
-    assert [stall.where.rpartition("/")[2] for stall in witness.began] == ["installed_agent.py:2"]
+    with reported.watching(entries=(call.__code__,)):
+        await asyncio.create_task(call(agent.run, reported.has_begun.wait))
+    assert [stall.where.rpartition("/")[2] for stall in reported.began] == ["installed_agent.py:2"]
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_first_stalls_of_a_line_are_logged_and_the_rest_summed_up(log_lines: lis
 
 
 async def test_callback_that_waits_for_its_own_loop_is_interrupted_where_it_is() -> None:
-    witness, going_on = Witness(), asyncio.Event()
+    reported, going_on = ReportedStalls(), asyncio.Event()
 
     async def waits_for_ever() -> None:
         threading.Event().wait()
@@ -192,11 +192,11 @@ async def test_callback_that_waits_for_its_own_loop_is_interrupted_where_it_is()
     async def goes_on() -> None:
         going_on.set()
 
-    with witness.watching(limit_seconds=2 * SECONDS):
+    with reported.watching(limit_seconds=2 * SECONDS):
         stuck = asyncio.create_task(waits_for_ever())
         other = asyncio.create_task(goes_on())
         with pytest.raises(LoopBlocked):
             await stuck
         await other
     assert going_on.is_set()
-    assert witness.ended[0].source == "threading.Event().wait()"
+    assert reported.ended[0].source == "threading.Event().wait()"

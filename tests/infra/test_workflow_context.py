@@ -143,7 +143,7 @@ def test_clients_belong_to_a_loop_and_are_closed_with_it() -> None:
 
 async def test_loopback_calls_ignore_a_proxy(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")  # where nobody listens
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # where nothing listens
     for name in ("NO_PROXY", "no_proxy"):
         monkeypatch.setenv(name, "")
     assert (await (await workflow_context.get_httpx_client()).get(f"{url}/a")).text == "/a"

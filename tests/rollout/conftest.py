@@ -1,20 +1,29 @@
-"""A policy that says what a test wants, behind the real proxy, and agents that reach it with the real SDK."""
+"""A policy that says what a test wants, served by the real proxy, and agents that reach it with the real SDK."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
 from sdk_call import DATA, MAX_POSITIONS
 
-from areal.api.messages import Episode, Rejection
-from areal.config.rollout import AgentConfig, GenerationHyperparameters
+from areal.api.messages import Episode, Rejection, WorkerSetup
+from areal.config.rollout import AgentConfig, GenerationHyperparameters, ProxyConfig, RolloutConfig
 from areal.engine.builtin.tokenizer import make_tokenizer
 from areal.engine.inference.fake import FakeEngine
+from areal.engine.inference.remote import engine_handlers
+from areal.infra.rpc.connect import Listener, serve
+from areal.infra.rpc.wire import api_wire
 from areal.infra.workflow_context import WorkflowContext
 from areal.proxy import Proxy
 from areal.rollout.episodes import run_episode
+from areal.rollout.loading import WorkflowSpec
 from areal.rollout.runners.agent import AgentRunner
 from areal.rollout.runners.workflow import WorkflowRunner
+from areal.rollout.worker import RolloutWorker
+from areal.utils.logging import getLogger
 
 
 @pytest.fixture(scope="session")
@@ -73,3 +82,53 @@ def play_workflow(engine: FakeEngine, tokenizer: Any) -> Play:
         return outcome
 
     return play
+
+
+@pytest.fixture
+async def engine_listener(engine: FakeEngine, tmp_path: Path) -> AsyncIterator[Listener]:
+    """The engine served on a socket, as in a run."""
+    listener = await serve(
+        f"unix:{tmp_path}/engine", lambda channel: channel.handlers.update(engine_handlers(engine)), wire=api_wire()
+    )
+    yield listener
+    await listener.close()
+
+
+@pytest.fixture
+async def start_worker(
+    engine_listener: Listener, tokenizer: Any, tmp_path: Path
+) -> AsyncIterator[Callable[..., Awaitable[RolloutWorker]]]:
+    """Start a worker: `await start_worker(MyAgent, stall_seconds=1)`; further options are those of `rollout`."""
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    async with AsyncExitStack() as stack:
+
+        async def start(
+            workflow: Any, eval_workflow: Any = None, *, proxy: ProxyConfig | None = None, **rollout: Any
+        ) -> RolloutWorker:
+            setup = WorkerSetup(
+                rollout=RolloutConfig(**rollout),
+                gconfig=GenerationHyperparameters(n_samples=4, max_new_tokens=64),
+                workflow=WorkflowSpec(workflow).pack(),
+                eval_workflow=WorkflowSpec(eval_workflow).pack() if eval_workflow else b"",
+                engine_address=engine_listener.address,
+                tokenizer_path=str(tmp_path / "tokenizer"),
+                max_positions=MAX_POSITIONS,
+                reward_fn="",
+                proxy=proxy or ProxyConfig(),
+            )
+            worker = await RolloutWorker.start(setup)
+            stack.push_async_callback(worker.aclose)
+            return worker
+
+        yield start
+
+
+@pytest.fixture
+def rollout_log() -> Iterator[list[str]]:
+    """What is logged under the name of rollout."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    getLogger("rollout").addHandler(handler)
+    yield lines
+    getLogger("rollout").removeHandler(handler)

@@ -31,7 +31,7 @@ class Telling:
 
 
 class Synchronous:
-    """A synchronous client that is told nothing: the environment says where the model is."""
+    """A synchronous client without arguments: the environment says where the model is."""
 
     async def run(self, data):
         with openai.OpenAI(max_retries=0) as client:
@@ -49,7 +49,7 @@ class Keyless:
 
 
 class Claude:
-    """The other SDK, told nothing either."""
+    """The other SDK, without arguments too."""
 
     def run(self, data):
         import anthropic

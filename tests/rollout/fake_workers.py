@@ -1,4 +1,4 @@
-"""Workers without episodes, for tests of what stands between them and the trainer."""
+"""Workers without episodes, for tests of what is between them and the trainer."""
 
 import asyncio
 import itertools

@@ -8,18 +8,13 @@ import pytest
 from sdk_call import DATA, MAX_POSITIONS
 
 from areal.api.errors import RejectReason
-from areal.api.messages import Episode, GroupTask, Rejection, WorkerSetup
+from areal.api.messages import Episode, GroupTask, Rejection
 from areal.config.errors import ConfigError
-from areal.config.rollout import AgentConfig, GenerationHyperparameters, ProxyConfig, ProxyLimits, RolloutConfig
-from areal.engine.inference.remote import engine_handlers
-from areal.infra.rpc.connect import serve
-from areal.infra.rpc.wire import api_wire
+from areal.config.rollout import AgentConfig, ProxyConfig, ProxyLimits, RolloutConfig
 from areal.infra.workflow_context import WorkflowContext
 from areal.proxy import Proxy
 from areal.rollout.episodes import run_episode
-from areal.rollout.loading import WorkflowSpec
 from areal.rollout.runners.online import OnlineRunner, OutsideAgent
-from areal.rollout.worker import RolloutWorker
 
 ADMIN = "sk-chosen"
 
@@ -90,7 +85,7 @@ async def test_session_of_an_outside_agent_becomes_an_episode(begin, outsider, p
     assert len(proxy) == len(proxy.online) == 0
 
 
-async def test_reward_that_comes_behind_the_end_still_counts(begin, outsider):
+async def test_reward_that_comes_after_the_end_still_counts(begin, outsider):
     episode = begin()
     visit = await outsider.come()
     name, _ = await outsider.ask(visit, DATA["messages"])
@@ -144,23 +139,9 @@ async def test_cancelled_episode_ends_its_session(begin, outsider, proxy):
     assert (await outsider.http.post(url, json={"messages": DATA["messages"]})).status_code in (401, 410)
 
 
-async def test_worker_in_mode_online_trains_on_outside_agents(engine, tokenizer, tmp_path):
-    tokenizer.save_pretrained(tmp_path / "tokenizer")
-    endpoint = await serve(
-        f"unix:{tmp_path}/engine", lambda channel: channel.handlers.update(engine_handlers(engine)), wire=api_wire()
-    )
-    setup = WorkerSetup(
-        rollout=RolloutConfig(agent=AgentConfig(mode="online", self_reward=True)),
-        gconfig=GenerationHyperparameters(n_samples=4, max_new_tokens=64),
-        workflow=WorkflowSpec(OutsideAgent).pack(),
-        eval_workflow=b"",
-        engine_address=endpoint.address,
-        tokenizer_path=str(tmp_path / "tokenizer"),
-        max_positions=MAX_POSITIONS,
-        reward_fn="",
-        proxy=ProxyConfig(admin_key=ADMIN),
-    )
-    worker = await RolloutWorker.start(setup)
+async def test_worker_in_mode_online_trains_on_outside_agents(start_worker):
+    online = AgentConfig(mode="online", self_reward=True)
+    worker = await start_worker(OutsideAgent, agent=online, proxy=ProxyConfig(admin_key=ADMIN))
     outsider = Outsider(worker.proxy.origin)
     try:
         group = asyncio.create_task(worker.run_group(GroupTask(7, pickle.dumps(DATA), 4)))
@@ -174,8 +155,6 @@ async def test_worker_in_mode_online_trains_on_outside_agents(engine, tokenizer,
         result = await group
     finally:
         await outsider.http.aclose()
-        await worker.aclose()
-        await endpoint.close()
     assert sorted(episode.reward for episode in result.episodes) == [0, 1, 2, 3]
     assert result.rejections == []
 

@@ -302,7 +302,7 @@ async def test_closing_cancels_what_runs_and_fails_those_who_wait(worker):
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-async def test_evaluation_runs_each_task_once_beside_training_and_keeps_the_order(worker):
+async def test_evaluation_runs_each_task_once_during_training_and_keeps_the_order(worker):
     pipeline = make_pipeline([worker])
     pipeline.publish(0, "w0")
     await worker.until_running(0, 1, 2, 3)

@@ -7,16 +7,12 @@ import pickle
 import threading
 
 import pytest
-from sdk_call import DATA, MAX_POSITIONS, chat
+from sdk_call import DATA, chat
 
 from areal.api.errors import RejectReason, WorkflowError
-from areal.api.messages import GroupTask, WorkerSetup
-from areal.config.rollout import AgentConfig, GenerationHyperparameters, RolloutConfig
-from areal.engine.inference.remote import engine_handlers
-from areal.infra.rpc.connect import serve
-from areal.infra.rpc.wire import api_wire
+from areal.api.messages import GroupTask
+from areal.config.rollout import AgentConfig
 from areal.proxy import NO_SESSION_KEY
-from areal.rollout.loading import WorkflowSpec
 from areal.rollout.runners.agent import AgentRunner
 from areal.rollout.worker import RolloutWorker
 from areal.utils.logging import getLogger
@@ -37,7 +33,7 @@ def task(n_samples=1, **options):
     return GroupTask(7, pickle.dumps(DATA), n_samples, **options)
 
 
-async def test_group_has_every_sample_and_the_weights_behind_it(make_worker):
+async def test_group_has_every_sample_and_the_weights_that_sampled_it(make_worker):
     async def agent(data, **kwargs):
         await chat(kwargs, data["messages"])
         return 1.0
@@ -146,7 +142,7 @@ class Broken:
 
 
 class Bare:
-    """Makes its client without being told an address."""
+    """Makes its client without an address."""
 
     async def run(self, data):
         await chat({}, data["messages"])
@@ -158,13 +154,13 @@ class Held(logging.Handler):
 
     def __init__(self):
         super().__init__()
-        self.said = []
+        self.lines = []
         self.noticed = threading.Event()
-        self.over = threading.Event()
+        self.ended = threading.Event()
 
     def emit(self, record):
-        self.said.append(record.getMessage())
-        (self.over if " blocked the event loop" in self.said[-1] else self.noticed).set()
+        self.lines.append(record.getMessage())
+        (self.ended if " blocked the event loop" in self.lines[-1] else self.noticed).set()
 
     async def run(self, data, **kwargs):
         await chat(kwargs, data["messages"])
@@ -183,121 +179,78 @@ async def waits_for_itself(data, **kwargs):
     threading.Event().wait()
 
 
-@pytest.fixture
-async def make_setup(engine, tokenizer, tmp_path):
-    """The setup of a worker, with the engine behind a socket as in a run."""
-    tokenizer.save_pretrained(tmp_path / "tokenizer")
-    endpoint = await serve(
-        f"unix:{tmp_path}/engine", lambda channel: channel.handlers.update(engine_handlers(engine)), wire=api_wire()
-    )
-
-    def make(workflow, eval_workflow=None, **rollout):
-        return WorkerSetup(
-            rollout=RolloutConfig(**rollout),
-            gconfig=GenerationHyperparameters(n_samples=4, max_new_tokens=64),
-            workflow=WorkflowSpec(workflow).pack(),
-            eval_workflow=WorkflowSpec(eval_workflow).pack() if eval_workflow else b"",
-            engine_address=endpoint.address,
-            tokenizer_path=str(tmp_path / "tokenizer"),
-            max_positions=MAX_POSITIONS,
-            reward_fn="",
-        )
-
-    make.endpoint = endpoint
-    yield make
-    await endpoint.close()
-
-
 @pytest.mark.parametrize("given_again", [False, True])
-async def test_class_is_constructed_once_for_training_and_evaluation(make_setup, given_again):
+async def test_class_is_constructed_once_for_training_and_evaluation(start_worker, given_again):
     before = Counting.made
-    worker = await RolloutWorker.start(make_setup(Counting, Counting if given_again else None))
-    try:
-        trained = await worker.run_group(task(3))
-        evaluated = await worker.run_group(task(is_eval=True))
-    finally:
-        await worker.aclose()
+    worker = await start_worker(Counting, Counting if given_again else None)
+    trained = await worker.run_group(task(3))
+    evaluated = await worker.run_group(task(is_eval=True))
     assert Counting.made == before + 1
     assert {episode.reward for episode in trained.episodes + evaluated.episodes} == {before + 1.0}
 
 
-async def test_evaluation_may_have_a_workflow_of_its_own(make_setup):
+async def test_evaluation_may_have_a_workflow_of_its_own(start_worker):
     async def half(data, **kwargs):
         await chat(kwargs, data["messages"])
         return 0.5
 
-    worker = await RolloutWorker.start(make_setup(Counting, half))
-    try:
-        (episode,) = (await worker.run_group(task(is_eval=True))).episodes
-    finally:
-        await worker.aclose()
+    worker = await start_worker(Counting, half)
+    (episode,) = (await worker.run_group(task(is_eval=True))).episodes
     assert episode.reward == 0.5
 
 
-async def test_bare_client_reaches_the_proxy_and_is_told_the_remedy(make_setup, monkeypatch):
+async def test_bare_client_reaches_the_proxy_and_learns_the_remedy(start_worker, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "the user's own")
     monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
-    worker = await RolloutWorker.start(make_setup(Bare))
-    try:
-        assert os.environ["OPENAI_API_KEY"] == NO_SESSION_KEY
-        (rejection,) = (await worker.run_group(task())).rejections
-    finally:
-        await worker.aclose()
+    worker = await start_worker(Bare)
+    assert os.environ["OPENAI_API_KEY"] == NO_SESSION_KEY
+    (rejection,) = (await worker.run_group(task())).rejections
     assert rejection.reason is RejectReason.AGENT_ERROR
     assert "401" in rejection.detail
     assert "pass base_url and api_key" in rejection.detail
+    await worker.aclose()
     assert os.environ["OPENAI_API_KEY"] == "the user's own"
     assert "OPENAI_BASE_URL" not in os.environ
 
 
-async def test_client_made_in_a_constructor_finds_the_proxy_too(make_setup):
-    worker = await RolloutWorker.start(make_setup(Counting))
-    try:
-        assert Counting.base_url == os.environ["OPENAI_BASE_URL"] != ""
-    finally:
-        await worker.aclose()
+async def test_client_made_in_a_constructor_finds_the_proxy_too(start_worker):
+    await start_worker(Counting)
+    assert Counting.base_url == os.environ["OPENAI_BASE_URL"] != ""
 
 
-async def test_worker_that_cannot_be_set_up_leaves_nothing_open(make_setup, monkeypatch):
+async def test_worker_that_cannot_be_set_up_leaves_nothing_open(start_worker, engine_listener, monkeypatch):
     monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
     with pytest.raises(WorkflowError, match=r"Broken could not be constructed: OSError: no index here"):
-        await RolloutWorker.start(make_setup(Broken))
+        await start_worker(Broken)
     assert "OPENAI_BASE_URL" not in os.environ
     async with asyncio.timeout(20):
-        await asyncio.gather(*(channel.closed for channel in list(make_setup.endpoint.channels)))
+        await asyncio.gather(*(channel.closed for channel in list(engine_listener.channels)))
 
 
 @pytest.fixture
-def rollout_log():
-    """Where the workers' log goes in a test."""
+def held_log():
+    """What is logged, seen by the agent that blocks until it is."""
     logger = getLogger("rollout")
     logger.addHandler(HELD)
-    yield HELD.said
+    yield HELD.lines
     logger.removeHandler(HELD)
 
 
-async def test_episode_that_blocks_is_told_while_it_does_and_with_its_group(make_setup, rollout_log):
-    worker = await RolloutWorker.start(make_setup(blocks_until_it_is_noticed, stall_seconds=0.05))
-    try:
-        first = await worker.run_group(task())
-        assert await asyncio.to_thread(HELD.over.wait, 20)
-        second = await worker.run_group(task())
-    finally:
-        await worker.aclose()
-    assert "blocks_until_it_is_noticed (task 7) has been blocking the event loop for" in rollout_log[0]
-    assert "test_rollout_worker.py:" in rollout_log[0]
+async def test_episode_that_blocks_is_reported_while_it_does_and_with_its_group(start_worker, held_log):
+    worker = await start_worker(blocks_until_it_is_noticed, stall_seconds=0.05)
+    first = await worker.run_group(task())
+    assert await asyncio.to_thread(HELD.ended.wait, 20)
+    second = await worker.run_group(task())
+    assert "blocks_until_it_is_noticed (task 7) has been blocking the event loop for" in held_log[0]
+    assert "test_rollout_worker.py:" in held_log[0]
     (stall,) = [*first.stalls, *second.stalls]
     assert (stall.source, stall.task_id) == ("assert self.noticed.wait(20)", 7)
 
 
-async def test_episode_that_blocks_for_its_whole_time_is_rejected_and_others_go_on(make_setup):
-    setup = make_setup(waits_for_itself, Counting, stall_seconds=0.05, agent=AgentConfig(timeout_seconds=0.5))
-    worker = await RolloutWorker.start(setup)
-    try:
-        (rejection,) = (await worker.run_group(task())).rejections
-        after = await worker.run_group(task(is_eval=True))
-    finally:
-        await worker.aclose()
+async def test_episode_that_blocks_for_its_whole_time_is_rejected_and_others_go_on(start_worker):
+    worker = await start_worker(waits_for_itself, Counting, stall_seconds=0.05, agent=AgentConfig(timeout_seconds=0.5))
+    (rejection,) = (await worker.run_group(task())).rejections
+    after = await worker.run_group(task(is_eval=True))
     assert rejection.reason is RejectReason.TIMEOUT
     assert "waits_for_itself blocked the event loop for longer than 0.5 s" in rejection.detail
     assert "threading.Event().wait()" in rejection.trace

@@ -6,21 +6,17 @@ import threading
 
 import crashing_agents
 import pytest
-from sdk_call import DATA, MAX_POSITIONS
+from sdk_call import DATA
 
 from areal.api.errors import ConfigError, RejectReason, WorkflowError
-from areal.api.messages import Episode, GroupTask, WorkerSetup
+from areal.api.messages import Episode, GroupTask
 from areal.config.experiment import GRPOConfig
 from areal.config.loader import load_expr_config
-from areal.config.rollout import AgentConfig, GenerationHyperparameters, RolloutConfig
-from areal.engine.inference.remote import engine_handlers
-from areal.infra.rpc.connect import serve
-from areal.infra.rpc.wire import api_wire
+from areal.config.rollout import AgentConfig
 from areal.infra.workflow_context import WorkflowContext
 from areal.rollout.episodes import run_episode
 from areal.rollout.loading import Fillers, WorkflowSpec
 from areal.rollout.runners.subprocess import AgentPool, PackedAgent, SubprocessRunner
-from areal.rollout.worker import RolloutWorker
 from areal.utils.callables import name_of
 
 pytestmark = pytest.mark.slow
@@ -34,11 +30,11 @@ async def pool():
 
 
 @pytest.fixture
-def make_door(pool, proxy, gconfig, tokenizer, tmp_path):
+def make_runner(pool, proxy, gconfig, tokenizer, tmp_path):
     def make(agent, **kwargs):
         tokenizer.save_pretrained(tmp_path)
-        parcel = PackedAgent(WorkflowSpec(agent, kwargs).pack(), Fillers(gconfig, str(tmp_path)))
-        return SubprocessRunner(name_of(agent), parcel, pool, proxy, AgentConfig(mode="subproc"), gconfig)
+        packed = PackedAgent(WorkflowSpec(agent, kwargs).pack(), Fillers(gconfig, str(tmp_path)))
+        return SubprocessRunner(name_of(agent), packed, pool, proxy, AgentConfig(mode="subproc"), gconfig)
 
     return make
 
@@ -49,8 +45,8 @@ async def play(runner, *, seconds=60, is_eval=False, **data):
     return outcome
 
 
-async def test_context_and_statistics_travel_both_ways(make_door):
-    runner = make_door(crashing_agents.Telling)
+async def test_context_and_statistics_travel_both_ways(make_runner):
+    runner = make_runner(crashing_agents.Telling)
     trained, evaluated = await play(runner), await play(runner, is_eval=True)
     assert (trained.reward, trained.calls, trained.messages[-1]["content"]) == (1.0, 1, "1259")
     assert trained.stats["rollout/task_id"] == 7
@@ -58,13 +54,13 @@ async def test_context_and_statistics_travel_both_ways(make_door):
     assert "eval-rollout/tries" in evaluated.stats
 
 
-async def test_agent_is_given_address_and_key_but_no_client(make_door):
-    stats = (await play(make_door(crashing_agents.Telling))).stats
+async def test_agent_is_given_address_and_key_but_no_client(make_runner):
+    stats = (await play(make_runner(crashing_agents.Telling))).stats
     assert (stats["rollout/given"], stats["rollout/http_client"]) == (2, 0)
 
 
-async def test_agent_is_made_once_per_process(make_door):
-    runner = make_door(crashing_agents.Telling)
+async def test_agent_is_made_once_per_process(make_runner):
+    runner = make_runner(crashing_agents.Telling)
     episodes = await asyncio.gather(*(play(runner) for _ in range(6)))
     assert {episode.stats["rollout/made"] for episode in episodes} == {1.0}
     assert len({episode.stats["rollout/pid"] for episode in episodes}) <= 2
@@ -74,8 +70,8 @@ async def test_agent_is_made_once_per_process(make_door):
     ("agent", "reward"),
     [(crashing_agents.Synchronous, 1.0), (crashing_agents.Keyless, 0.75), (crashing_agents.Claude, 0.25)],
 )
-async def test_synchronous_client_reaches_its_own_session(make_door, agent, reward):
-    episode = await play(make_door(agent))
+async def test_synchronous_client_reaches_its_own_session(make_runner, agent, reward):
+    episode = await play(make_runner(agent))
     assert isinstance(episode, Episode), episode
     assert (episode.reward, episode.calls) == (reward, 1)
 
@@ -91,8 +87,8 @@ async def test_synchronous_client_reaches_its_own_session(make_door, agent, rewa
         ("none", RejectReason.FILTERED, "Obedient returned None"),
     ],
 )
-async def test_end_of_an_episode_keeps_its_reason(make_door, proxy, end, reason, detail):
-    rejection = await play(make_door(crashing_agents.Obedient), end=end)
+async def test_end_of_an_episode_keeps_its_reason(make_runner, proxy, end, reason, detail):
+    rejection = await play(make_runner(crashing_agents.Obedient), end=end)
     assert rejection.reason is reason
     assert detail in rejection.detail
     assert ("ZeroDivisionError" in rejection.trace) == (end == "reward")
@@ -100,24 +96,24 @@ async def test_end_of_an_episode_keeps_its_reason(make_door, proxy, end, reason,
     assert len(proxy) == 0
 
 
-async def test_dict_rewards_completions_by_id(make_door):
-    assert (await play(make_door(crashing_agents.Obedient), end="dict")).reward == 0.5
+async def test_dict_rewards_completions_by_id(make_runner):
+    assert (await play(make_runner(crashing_agents.Obedient), end="dict")).reward == 0.5
 
 
-async def test_hanging_process_is_killed_at_the_deadline_and_replaced(make_door, pool, proxy):
-    runner = make_door(crashing_agents.Obedient)
+async def test_hanging_process_is_killed_at_the_deadline_and_replaced(make_runner, pool, proxy):
+    runner = make_runner(crashing_agents.Obedient)
     await play(runner)
     (hung,) = pool.processes.pids()
     rejection = await play(runner, end="hang", seconds=1)
     assert rejection.reason is RejectReason.TIMEOUT
     assert "rollout.agent.timeout_seconds=1" in rejection.detail
-    assert hung not in pool.processes.pids()
     assert (await play(runner)).reward == 1.0
+    assert hung not in pool.processes.pids()
     assert len(proxy) == 0
 
 
-async def test_cancelled_episode_kills_its_process_and_aborts_its_call(make_door, pool, proxy, engine):
-    runner = make_door(crashing_agents.Obedient)
+async def test_cancelled_episode_kills_its_process_and_aborts_its_call(make_runner, pool, proxy, engine):
+    runner = make_runner(crashing_agents.Obedient)
     await play(runner)
     (called,) = pool.processes.pids()
     await engine.pause()
@@ -133,9 +129,9 @@ async def test_cancelled_episode_kills_its_process_and_aborts_its_call(make_door
 
 
 async def test_fifty_episodes_on_two_processes_lose_only_the_one_that_crashes_and_the_one_that_hangs(
-    make_door, pool, proxy, engine
+    make_runner, pool, proxy, engine
 ):
-    runner = make_door(crashing_agents.Obedient)
+    runner = make_runner(crashing_agents.Obedient)
     await runner.prepare()
     ends = {7: "crash", 19: "hang"}
     outcomes = await asyncio.gather(*(play(runner, end=ends.get(number), seconds=10) for number in range(50)))
@@ -145,8 +141,8 @@ async def test_fifty_episodes_on_two_processes_lose_only_the_one_that_crashes_an
     assert len(pool.processes.pids()) == 2
 
 
-async def test_waiting_for_a_process_opens_no_session(make_door, engine, proxy):
-    runner = make_door(crashing_agents.Obedient)
+async def test_waiting_for_a_process_opens_no_session(make_runner, engine, proxy):
+    runner = make_runner(crashing_agents.Obedient)
     await engine.pause()
     episodes = [asyncio.ensure_future(play(runner)) for _ in range(6)]
     await engine.until_in_flight(2)
@@ -155,12 +151,12 @@ async def test_waiting_for_a_process_opens_no_session(make_door, engine, proxy):
     assert [episode.reward for episode in await asyncio.gather(*episodes)] == [1.0] * 6
 
 
-async def test_constructor_is_completed_from_the_config(make_door, tokenizer, gconfig):
-    episode = await play(make_door(crashing_agents.Equipped, factor=2))
+async def test_constructor_is_completed_from_the_config(make_runner, tokenizer, gconfig):
+    episode = await play(make_runner(crashing_agents.Equipped, factor=2))
     assert episode.reward == 2 * gconfig.max_new_tokens + len(tokenizer.encode("1259"))
 
 
-async def test_objects_that_only_exist_here_travel_by_value(make_door):
+async def test_objects_that_only_exist_here_travel_by_value(make_runner):
     factor = 0.5
 
     class Local:
@@ -173,7 +169,7 @@ async def test_objects_that_only_exist_here_travel_by_value(make_door):
             await chat(extra_kwargs, data["messages"])
             return factor + self.bonus
 
-    assert (await play(make_door(Local(0.25)))).reward == 0.75
+    assert (await play(make_runner(Local(0.25)))).reward == 0.75
 
 
 def test_agent_that_cannot_be_pickled_is_refused_with_the_reason():
@@ -186,41 +182,11 @@ def test_agent_that_cannot_be_pickled_is_refused_with_the_reason():
 # From here: workers that are set up as in a run.
 
 
-@pytest.fixture
-async def engine_address(engine, tmp_path):
-    endpoint = await serve(
-        f"unix:{tmp_path}/engine", lambda channel: channel.handlers.update(engine_handlers(engine)), wire=api_wire()
-    )
-    yield endpoint.address
-    await endpoint.close()
-
-
-@pytest.fixture
-async def start_worker(engine_address, tokenizer, tmp_path):
-    workers = []
-    tokenizer.save_pretrained(tmp_path / "tokenizer")
-
-    async def start(workflow):
-        setup = WorkerSetup(
-            rollout=RolloutConfig(agent=AgentConfig(mode="subproc", subproc_max_workers=1)),
-            gconfig=GenerationHyperparameters(n_samples=2, max_new_tokens=64),
-            workflow=WorkflowSpec(workflow).pack(),
-            eval_workflow=b"",
-            engine_address=engine_address,
-            tokenizer_path=str(tmp_path / "tokenizer"),
-            max_positions=MAX_POSITIONS,
-            reward_fn="",
-        )
-        workers.append(await RolloutWorker.start(setup))
-        return workers[-1]
-
-    yield start
-    for worker in workers:
-        await worker.aclose()
+SUBPROC = AgentConfig(mode="subproc", subproc_max_workers=1)
 
 
 async def test_worker_runs_a_group_in_processes(start_worker):
-    worker = await start_worker("crashing_agents.Telling")
+    worker = await start_worker("crashing_agents.Telling", agent=SUBPROC)
     result = await worker.run_group(GroupTask(7, pickle.dumps(DATA), 2))
     assert [episode.reward for episode in result.episodes] == [1.0, 1.0]
     assert result.digests == {0: "fake-0"}
@@ -228,7 +194,7 @@ async def test_worker_runs_a_group_in_processes(start_worker):
 
 async def test_agent_that_cannot_be_made_is_refused_when_its_worker_starts(start_worker):
     with pytest.raises(WorkflowError, match=r"Unmakeable could not be constructed: OSError: no index here"):
-        await start_worker(crashing_agents.Unmakeable)
+        await start_worker(crashing_agents.Unmakeable, agent=SUBPROC)
 
 
 def test_mode_is_set_by_either_spelling():

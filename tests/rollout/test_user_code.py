@@ -35,7 +35,7 @@ async def test_result_and_typed_rejection_pass_through():
         (SystemExit(3), r"it called sys.exit\(3\)"),
     ],
 )
-async def test_whatever_it_raises_is_the_agents_failure_and_nobody_elses(error, text):
+async def test_whatever_it_raises_is_the_agents_failure_alone(error, text):
     with pytest.raises(AgentFailed, match=f"agent raised .*{text}"):
         await bounded(lambda: raising(error), 60, "agent")
 
@@ -51,7 +51,7 @@ async def test_deadline_cancels_and_says_where_it_was():
     assert "never" in names
 
 
-async def test_code_that_swallows_its_cancellation_is_left_behind(caplog):
+async def test_code_that_swallows_its_cancellation_is_abandoned(caplog):
     release = asyncio.Event()
     ended = asyncio.Event()
 

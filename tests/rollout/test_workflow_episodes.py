@@ -107,8 +107,8 @@ async def test_calls_at_several_temperatures_must_say_which_token_was_sampled_at
 
     rejection = await play_workflow(Two(tensor_dict))
     assert "temperatures is missing" in rejection.detail
-    told = Two(lambda response: tensor_dict(response, temperatures=torch.full((1, 8), 0.25)))
-    (row,) = (await play_workflow(told)).rows
+    stated = Two(lambda response: tensor_dict(response, temperatures=torch.full((1, 8), 0.25)))
+    (row,) = (await play_workflow(stated)).rows
     assert set(row.temperatures.tolist()) == {0.25}
 
 

@@ -1,17 +1,13 @@
 """What the driver reports of workers whose event loops were blocked."""
 
-import logging
 import os
 from dataclasses import replace
-from typing import Any
 
-import pytest
 from fake_workers import group
 
 from areal.api.messages import GroupResult, GroupTask, Stall
 from areal.infra.rpc.wire import api_wire
 from areal.rollout.dispatch import Dispatch
-from areal.utils.logging import getLogger
 
 STALL = Stall("mine.py:41", "run", "time.sleep(3)", "await asyncio.sleep(...)", "mine.Agent", 7, 0.5, process=-1)
 
@@ -26,22 +22,12 @@ class BlockedWorker:
         return replace(group(task.task_id), stalls=[self._stall])
 
 
-@pytest.fixture
-def said() -> Any:
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    getLogger("rollout").addHandler(handler)
-    yield lines
-    getLogger("rollout").removeHandler(handler)
-
-
-async def test_first_stalls_of_a_line_are_logged_and_all_are_counted(said: list[str]) -> None:
+async def test_first_stalls_of_a_line_are_logged_and_all_are_counted(rollout_log: list[str]) -> None:
     dispatch = Dispatch([BlockedWorker(STALL)], None)
     for number in range(5):
         await dispatch.send(GroupTask(number, b"", 1))
-    assert len(said) == 3
-    assert said[0].startswith(
+    assert len(rollout_log) == 3
+    assert rollout_log[0].startswith(
         "mine.Agent (task 7) blocked the event loop for 0.5 s at mine.py:41 in run: time.sleep(3)"
     )
     assert dispatch.stalls.summary() == [
@@ -49,10 +35,10 @@ async def test_first_stalls_of_a_line_are_logged_and_all_are_counted(said: list[
     ]
 
 
-async def test_stall_of_this_process_was_logged_when_it_happened(said: list[str]) -> None:
+async def test_stall_of_this_process_was_logged_when_it_happened(rollout_log: list[str]) -> None:
     dispatch = Dispatch([BlockedWorker(replace(STALL, process=os.getpid()))], None)
     await dispatch.send(GroupTask(0, b"", 1))
-    assert said == []
+    assert rollout_log == []
     assert len(dispatch.stalls.summary()) == 1
 
 
