@@ -1,11 +1,14 @@
 """Fixtures that the tests of several packages share, and the rule that says which tests are slow.
 
-A slow test starts a process, loads a model, or drives other people's frameworks; `make test-fast` leaves it out. Mark
-one with `@pytest.mark.slow`, a file with `pytestmark = pytest.mark.slow`. Whole directories, and tests that ask for a
-model by a fixture, are marked here.
+A slow test starts a process, makes or loads a model, drives other people's frameworks or searches for seconds;
+`make test-fast` leaves it out. Mark one with `@pytest.mark.slow`, a file with `pytestmark = pytest.mark.slow`. Whole
+directories, and tests that ask for a model by a fixture, are marked here.
 """
 
+import sys
+from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,11 +17,45 @@ SLOW_DIRECTORIES = {"benchmarks", "e2e", "frameworks", "guides"}
 MODEL_FIXTURES = {"tiny_math"}
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if _is_fast(config):
+        config.pluginmanager.register(_NoProcesses())
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Fast runs do not import what they leave out: the libraries there take seconds to load."""
+    slow = collection_path.parent == TESTS and collection_path.name in SLOW_DIRECTORIES
+    return True if slow and _is_fast(config) else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         directory = item.path.relative_to(TESTS).parts[0]
         if directory in SLOW_DIRECTORIES or MODEL_FIXTURES.intersection(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.slow)
+
+
+def _is_fast(config: pytest.Config) -> bool:
+    return bool(config.option.markexpr == "not slow")
+
+
+class _NoProcesses:
+    """Fails a test that starts a process although it is not marked slow."""
+
+    def __init__(self) -> None:
+        self._commands: list[str] = []
+        sys.addaudithook(self._audit)
+
+    def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "subprocess.Popen" and arguments[0] != "uname":  # libraries ask it for the processor's name
+            self._commands.append(str(arguments[1]))
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None]:
+        self._commands.clear()
+        yield
+        if self._commands:
+            pytest.fail(f"{item.name} starts a process, so mark it with @pytest.mark.slow: {self._commands[0]}")
 
 
 @pytest.fixture(scope="session")

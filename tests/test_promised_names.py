@@ -191,6 +191,7 @@ def test_setting_is_where_users_look(dotted: str) -> None:
         here = getattr(here, part)
 
 
+@pytest.mark.slow
 def test_areal_refuses_unknown_names_and_loads_no_torch() -> None:
     code = "import sys, areal\nassert areal.__version__\nassert not hasattr(areal, 'Nothing')\n"
     code += "import areal.api.cli_args\nassert 'torch' not in sys.modules\n"

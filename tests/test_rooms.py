@@ -175,6 +175,7 @@ TORCH_FREE_MODULES = [
 ]
 
 
+@pytest.mark.slow
 def test_modules_that_promise_it_load_no_torch() -> None:
     modules = [name for name in TORCH_FREE_MODULES if (ROOT / name.replace(".", "/")).with_suffix(".py").exists()]
     modules += [name for name in TORCH_FREE_MODULES if (ROOT / name.replace(".", "/") / "__init__.py").exists()]

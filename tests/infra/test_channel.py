@@ -246,6 +246,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 async def test_kill_9_of_the_peer_fails_calls_in_flight(tmp_path: Any, stack: Any) -> None:
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", PEER, f"unix:{tmp_path}/s", stdout=asyncio.subprocess.PIPE

@@ -31,6 +31,7 @@ async def converse(client, turns):
     return ids
 
 
+@pytest.mark.slow
 def test_importing_the_proxy_loads_neither_the_sdk_nor_torch():
     code = "import sys, areal.proxy; sys.exit(str(sorted({'openai', 'torch'} & set(sys.modules))))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)

@@ -58,6 +58,7 @@ async def test_life_of_an_online_session_is_three_calls(proxy, prefix):
     assert len(proxy) == len(proxy.online) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 async def test_documented_commands_work_with_nothing_but_curl(proxy):
     waiting = asyncio.create_task(proxy.online.offer(proxy.open_session, {}))

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from areal.proxy import ProxyLimits
 
+pytestmark = pytest.mark.slow
+
 WAIT_SECONDS = 10
 
 

@@ -144,6 +144,7 @@ def test_config_without_an_agent_says_what_is_missing(capsys: pytest.CaptureFixt
     assert "Bare must have a property `agent`" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_help_of_the_script_is_fast_to_load_and_lists_its_settings(tmp_path: Path) -> None:
     code = "import runpy, sys\nsys.argv = [sys.argv[1], '--help']\nsys.path.insert(0, 'gone')\n"
     code += "try:\n    runpy.run_path(sys.argv[0], run_name='__main__')\nexcept SystemExit as end:\n"

@@ -45,6 +45,7 @@ def test_it_works_in_a_thread_that_may_set_no_alarm() -> None:
         assert threads.submit(math_verify_reward, "q", "$1/2$", [], [], answer="0.5").result(60) == 1.0
 
 
+@pytest.mark.slow
 async def test_it_works_in_a_reward_pool() -> None:
     pytest.importorskip("math_verify")
     from areal.reward import math_verify_reward

@@ -22,6 +22,7 @@ def test_an_import_string_names_it(name: str) -> None:
     assert list(parameters.values())[-1].kind is inspect.Parameter.VAR_KEYWORD
 
 
+@pytest.mark.slow
 def test_the_package_itself_loads_none_of_their_libraries() -> None:
     code = "import sys, areal.reward\nassert not {'sympy', 'math_verify', 'areal.reward.sandbox'} & set(sys.modules)\n"
     code += "assert not hasattr(areal.reward, 'nothing')"

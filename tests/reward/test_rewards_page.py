@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+import pytest
+
 import areal.reward
 
 PAGE = (Path(__file__).parents[2] / "docs/rewards.md").read_text()
@@ -13,6 +15,7 @@ def test_the_table_holds_every_shipped_function() -> None:
     assert sorted(listed) == [name for name in areal.reward.__all__ if name.endswith("_reward")]
 
 
+@pytest.mark.slow
 def test_the_printed_program_is_scored_as_the_page_says() -> None:
     (block,) = re.findall(
         r"^```python\n(from areal\.reward import code_reward\n.*?)^```", PAGE, re.MULTILINE | re.DOTALL

@@ -283,6 +283,7 @@ def test_closures_travel():
     assert stop.value.value == 0.75
 
 
+@pytest.mark.slow
 def test_classes_of_a_script_travel_to_another_process(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(
@@ -300,6 +301,7 @@ def test_classes_of_a_script_travel_to_another_process(tmp_path):
     assert stop.value.value == 0.25
 
 
+@pytest.mark.slow
 def test_resolving_workflows_loads_no_torch():
     code = "import sys, areal.rollout.worker, areal.rollout.pipeline; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

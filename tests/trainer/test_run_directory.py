@@ -53,6 +53,7 @@ def test_finished_run_is_refused_whatever_is_asked(tmp_path: Path) -> None:
             make_directory(tmp_path, recover=RecoverConfig(mode=mode))
 
 
+@pytest.mark.slow
 def test_run_in_use_is_refused_until_its_process_lets_go(tmp_path: Path) -> None:
     hold = (
         "import sys\nfrom pathlib import Path\nfrom areal.config.experiment import PPOConfig\n"

@@ -66,6 +66,7 @@ def check_prompt(chat: Any, thread: Thread, messages: list[dict[str, Any]], tool
         assert prompt.new_ids == prompt.ids
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("style", STYLES)
 @random_talks
 @given(data=st.data())
@@ -115,6 +116,7 @@ def check_rows(chat: Any) -> None:
         assert before == tree.token_ids(node)[: -len(sampled)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spell", SPELLINGS, ids=lambda spell: spell.__name__)
 @pytest.mark.parametrize("style", STYLES)
 @settings(random_talks, max_examples=12)

@@ -47,6 +47,7 @@ def play(style: str, seed: int, tool_loop: bool, *, whole: bool) -> list[tuple[l
     return prompts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tool_loop", [False, True])
 @pytest.mark.parametrize("style", STYLES)
 def test_prompts_are_those_of_the_whole_conversation(style, tool_loop):

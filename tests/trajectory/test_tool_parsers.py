@@ -266,6 +266,7 @@ TAGGED = st.lists(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parser", PARSERS)
 @given(data=st.data())
 def test_what_is_written_well_is_read_back(parser, data):
@@ -306,6 +307,7 @@ def pieces_of(parser: str) -> st.SearchStrategy[str]:
     return st.sampled_from([*marks, "word", whole, whole]) | parts.map(lambda cut: cut[0][cut[1] : cut[2]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parser", PARSERS)
 @settings(max_examples=200, deadline=None)
 @given(data=st.data())

@@ -149,6 +149,7 @@ def test_missing_agents_sdk_is_named_with_the_remedy(monkeypatch: pytest.MonkeyP
         MathToolAgent()
 
 
+@pytest.mark.slow
 def test_importing_the_agents_loads_neither_torch_nor_the_agents_sdk() -> None:
     code = "import sys, areal.workflow, areal.workflow.openai.math_agent\n"
     code += "assert not {'torch', 'transformers', 'agents'} & set(sys.modules)\n"

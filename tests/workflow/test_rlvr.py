@@ -110,6 +110,7 @@ async def test_key_reaches_a_reward_function_whose_parameters_have_other_names(t
     assert row["rewards"].tolist() == [1.0]
 
 
+@pytest.mark.slow
 async def test_synchronous_reward_function_is_run_outside_the_event_loop(tokenizer: Any, speaker: Any) -> None:
     workflow = RLVRWorkflow(exact_match_reward, GCONFIG, tokenizer)
     engine = speaker(lambda prompt: "It is 7.").engine()
