@@ -24,7 +24,7 @@ from areal.infra.stalls import StallLog, StallWatch
 from areal.infra.workflow_context import WorkflowContext
 from areal.proxy import NO_SESSION_KEY, Proxy
 from areal.rollout.episodes import Digests, Runner, call, run_episode
-from areal.rollout.loading import Fillers, WorkflowSpec
+from areal.rollout.loading import Fillers
 from areal.rollout.runners import AgentPool, RunnerParts, make_runner
 from areal.rollout.runners.agent import environment
 from areal.utils.hf_utils import load_hf_processor, load_hf_tokenizer
@@ -134,12 +134,12 @@ class RolloutWorker:
         parts = RunnerParts(
             self.proxy, engine, agent, fillers, setup.tokenizer_path, pool, log_admin_key=not setup.proxy.admin_key
         )
-        train = await make_runner(WorkflowSpec.unpack(setup.workflow), agent.mode, parts)
+        train = await make_runner(setup.workflow, agent.mode, parts)
         if setup.eval_workflow in (b"", setup.workflow):
             return {False: train, True: train}
         # Agents from outside only train; an evaluation with an agent of its own runs it here.
         eval_mode = "inline" if agent.mode == "online" else agent.mode
-        return {False: train, True: await make_runner(WorkflowSpec.unpack(setup.eval_workflow), eval_mode, parts)}
+        return {False: train, True: await make_runner(setup.eval_workflow, eval_mode, parts)}
 
     def _watch_stalls(self, seconds: float) -> None:
         """Report code that blocks this event loop: at once in the log, the only place that can be reached while it

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,7 +34,6 @@ from areal.rollout.admission import Admission
 from areal.rollout.dispatch import GroupWorker
 from areal.rollout.loading import WorkflowSpec
 from areal.rollout.pipeline import Filter, Pipeline, Rejections, TaskStream
-from areal.rollout.worker import RolloutWorker
 from areal.utils.closing import Closing
 
 T = TypeVar("T")
@@ -203,7 +202,8 @@ class _Processes:
         self._listener = DriverListener(api_wire())
         self._channels: dict[str, Channel] = {}
         self._watchers: list[asyncio.Task[None]] = []
-        self._local: RolloutWorker | None = None
+        self._local = AsyncExitStack()
+        """Closes the worker that runs inside the driver, if there is one."""
         self._closing = False
 
     async def start(
@@ -218,8 +218,11 @@ class _Processes:
         )
         setup = replace(setup, engine_address=address)
         if rollout.in_process:
-            self._local = await RolloutWorker.start(setup)
-            return engine, [self._local]
+            from areal.rollout.worker import RolloutWorker  # else it runs in processes of its own
+
+            worker = await RolloutWorker.start(setup)
+            self._local.push_async_callback(worker.aclose)
+            return engine, [worker]
         packed = pickle.dumps(setup)
         await asyncio.gather(*(each.call("setup", packed, timeout_seconds=SETUP_SECONDS) for each in channels))
         return engine, [_RemoteWorker(each) for each in channels]
@@ -234,8 +237,7 @@ class _Processes:
         self._closing = True
         for watcher in self._watchers:
             watcher.cancel()
-        if self._local is not None:
-            await self._local.aclose()
+        await self._local.aclose()
         await self._listener.close()
         await self._scheduler.close()
 

@@ -34,8 +34,10 @@ class RunnerParts:
     """False = the user chose the key, so the log of mode online must not show it."""
 
 
-async def make_runner(spec: WorkflowSpec, mode: Literal["inline", "subproc", "online"], parts: RunnerParts) -> Runner:
-    """`mode` is for agents; a workflow always runs in this process. Raises WorkflowError if it cannot be made."""
+async def make_runner(workflow: bytes, mode: Literal["inline", "subproc", "online"], parts: RunnerParts) -> Runner:
+    """`workflow` is a packed `WorkflowSpec`; raises WorkflowError if it cannot be made. `mode` is for agents: a
+    RolloutWorkflow always runs in this process."""
+    spec = WorkflowSpec.unpack(workflow)
     fillers, gconfig, name = parts.fillers, parts.fillers.gconfig, name_of(spec.target)
     if mode == "online" and is_agent(spec):
         online = OnlineRunner(name, parts.proxy, parts.agent, gconfig)
@@ -45,11 +47,11 @@ async def make_runner(spec: WorkflowSpec, mode: Literal["inline", "subproc", "on
         assert parts.pool is not None, "mode subproc needs a pool"
         path = parts.tokenizer_path
         paths = replace(fillers, tokenizer=path, processor=None if fillers.processor is None else path)
-        agent = PackedAgent(spec.pack(), paths)
+        agent = PackedAgent(workflow, paths)
         runner = SubprocessRunner(name, agent, parts.pool, parts.proxy, parts.agent, gconfig)
         await runner.prepare()
         return runner
-    workflow = load(spec, fillers)
-    if is_rollout_workflow(workflow):
-        return WorkflowRunner(workflow, parts.engine, fillers.tokenizer)
-    return AgentRunner(workflow, parts.proxy, parts.agent, gconfig)
+    made = load(spec, fillers)
+    if is_rollout_workflow(made):
+        return WorkflowRunner(made, parts.engine, fillers.tokenizer)
+    return AgentRunner(made, parts.proxy, parts.agent, gconfig)
