@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-HISTORY = {"docs/log.md"}
-PAGES = [
-    page
+HISTORY = {"docs/log.md", "CHANGELOG.md"}
+ALL_PAGES = [
+    path.relative_to(ROOT).as_posix()
     for pattern in ("*.md", "docs/*.md", "examples/*/README.md", ".claude/skills/*/SKILL.md")
-    for page in sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob(pattern))
-    if page not in {*HISTORY, "CHANGELOG.md"}
+    for path in sorted(ROOT.glob(pattern))
 ]
+PAGES = [page for page in ALL_PAGES if page not in HISTORY]
 PACKAGES = sorted(path.name for path in (ROOT / "areal").iterdir() if path.is_dir() and path.name != "__pycache__")
 
 PATH = re.compile(r"(?<![\w./-])(?:areal|realhf|docs|tests|examples|benchmarks)/[\w./*-]*[\w/*]")
@@ -40,7 +40,7 @@ def test_modules_and_names_on_the_page_exist(page: str) -> None:
     assert [name for name in named if not _is_defined(name)] == []
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", ALL_PAGES)
 def test_links_on_the_page_lead_somewhere(page: str) -> None:
     broken = []
     for target, anchor in LINK.findall(_text(page)):
