@@ -160,6 +160,18 @@ def test_torch_free_packages_do_not_load_torch_themselves() -> None:
     assert eager_torch_imports(ROOT) == []
 
 
+def test_class_names_are_unique() -> None:
+    """The example agents in workflow/ are named alike on purpose."""
+    homes: dict[str, list[str]] = {}
+    for path in sorted([*ROOT.glob("areal/**/*.py"), *ROOT.glob("realhf/**/*.py")]):
+        where = path.relative_to(ROOT).as_posix()
+        if not where.startswith("areal/workflow/"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ClassDef):
+                    homes.setdefault(node.name, []).append(where)
+    assert {name: found for name, found in homes.items() if len(found) > 1} == {}
+
+
 TORCH_FREE_MODULES = [
     "areal",
     "areal.config.loader",
