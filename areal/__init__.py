@@ -1,6 +1,6 @@
 """Train language-model agents with asynchronous reinforcement learning.
 
-This is the front door: the names below load on first use, so `import areal` costs no torch.
+The names below load on first use, so that `import areal` loads no torch.
 """
 
 from importlib import import_module
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["PPOTrainer", "SFTTrainer", "__version__", "workflow_context"]
 
-_HOMES = {
+_DEFINED_IN = {
     "PPOTrainer": ("areal.trainer.ppo", "PPOTrainer"),
     "SFTTrainer": ("areal.trainer.sft", "SFTTrainer"),
     "workflow_context": ("areal.infra.workflow_context", None),
@@ -22,8 +22,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _DEFINED_IN:
         raise AttributeError(f"module 'areal' has no attribute {name!r}")
-    module_name, attribute = _HOMES[name]
+    module_name, attribute = _DEFINED_IN[name]
     module = import_module(module_name)
     return module if attribute is None else getattr(module, attribute)
