@@ -23,10 +23,13 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-async def pool():
-    pool = AgentPool(2)
+async def pool(request):
+    pool = AgentPool(getattr(request, "param", 2))
     yield pool
     await pool.aclose()
+
+
+one_process = pytest.mark.parametrize("pool", [1], indirect=True, ids=["one process"])
 
 
 @pytest.fixture
@@ -100,6 +103,7 @@ async def test_dict_rewards_completions_by_id(make_runner):
     assert (await play(make_runner(crashing_agents.Obedient), end="dict")).reward == 0.5
 
 
+@one_process
 async def test_hanging_process_is_killed_at_the_deadline_and_replaced(make_runner, pool, proxy):
     runner = make_runner(crashing_agents.Obedient)
     await play(runner)
@@ -112,6 +116,7 @@ async def test_hanging_process_is_killed_at_the_deadline_and_replaced(make_runne
     assert len(proxy) == 0
 
 
+@one_process
 async def test_cancelled_episode_kills_its_process_and_aborts_its_call(make_runner, pool, proxy, engine):
     runner = make_runner(crashing_agents.Obedient)
     await play(runner)
