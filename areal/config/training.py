@@ -44,6 +44,9 @@ class ActorConfig:
     """The policy ratio is clipped below 1 - eps_clip."""
     eps_clip_higher: float | None = None
     """The policy ratio is clipped above 1 + this; None = eps_clip."""
+    dual_clip: float | None = 3.0
+    """The loss of a token with a negative advantage A is at most this times |A|, however much likelier the token has
+    become; None = not bounded."""
     kl_ctl: float = 0.0
     """Weight of the KL penalty against the reference model `ref.path`."""
     adv_norm: Literal["none", "group", "batch"] = "none"
@@ -57,7 +60,8 @@ class ActorConfig:
     behave_imp_weight_cap: float | None = 5.0
     """Decoupled loss: tokens whose behaviour weight exceeds this are left out; None = none are."""
     recompute_logprob: Literal[True, False, "auto"] = "auto"
-    """Use the trainer's log-probs in place of the sampler's; auto = once they have been seen to differ."""
+    """Clip around the trainer's log-probs in place of the sampler's; auto = once they have been seen to differ. With
+    rollout.max_head_offpolicyness > 0 this implies the decoupled loss, which keeps the weight of the sampler's."""
 
     def __post_init__(self) -> None:
         require(self.path != "", "path must name a model; use builtin:tiny-math for the one that needs no download")
@@ -65,6 +69,10 @@ class ActorConfig:
         require(
             self.eps_clip_higher is None or self.eps_clip_higher > 0,
             f"eps_clip_higher must be > 0, got {self.eps_clip_higher}; leave it out to use eps_clip",
+        )
+        require(
+            self.dual_clip is None or self.dual_clip > 1,
+            f"dual_clip must be > 1, got {self.dual_clip}; use null for no bound",
         )
         require(self.kl_ctl >= 0, f"kl_ctl must be >= 0, got {self.kl_ctl}")
         require(self.max_tokens_per_mb >= 1, f"max_tokens_per_mb must be >= 1, got {self.max_tokens_per_mb}")

@@ -93,6 +93,7 @@ class PPOTrainer(Trainer):
             config.actor,
             reference,
             config.seed,
+            stale_samples=config.rollout.max_head_offpolicyness > 0,
             seen_difference=account.max_logprob_difference,
             same_arithmetic=config.rollout.dtype == "float32",
         )

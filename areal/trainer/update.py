@@ -2,7 +2,12 @@
 
 Groups become one flat batch of trained tokens, each with an advantage and a weight (`token_batch`). The batch is cut
 into minibatches of whole groups, everything that the loss compares with is computed under the weights as they are, and
-then each minibatch takes one step. Which log-probs the ratio is taken against is decided here.
+then each minibatch takes one step.
+
+Two sets of log-probs are kept apart. `behaviour` are the sampler's, `proximal` those of the weights before the first
+minibatch, computed where needed; a token whose sampler reported nothing has the proximal one for both. The plain loss
+takes its ratio against one of them. The decoupled loss clips around the proximal and weighs by its ratio to the
+behaviour, which alone is right for recomputed log-probs of samples that may be stale.
 """
 
 import random
@@ -36,17 +41,20 @@ class PolicyUpdate:
         reference: TrainingEngine | None,
         seed: int,
         *,
+        stale_samples: bool = False,
         seen_difference: float = 0.0,
         same_arithmetic: bool = True,
     ) -> None:
-        """`seen_difference`: the largest between engine and trainer that this run met before it was resumed.
+        """`stale_samples`: they may come from older weights; recomputed log-probs then imply the decoupled loss.
 
+        `seen_difference`: the largest between engine and trainer that this run met before it was resumed.
         `same_arithmetic`: the engine computes as the trainer does; otherwise `auto` recomputes from the first step on.
         """
         self._engine = engine
         self._actor = actor
         self._reference = reference
         self._seed = seed
+        self._stale_samples = stale_samples
         self._recompute = actor.recompute_logprob is True or (actor.recompute_logprob == "auto" and not same_arithmetic)
         self._recompute_if_different(seen_difference)
 
@@ -57,14 +65,23 @@ class PolicyUpdate:
         trained = []
         for number, batch in enumerate([self._prepare(part) for part in parts]):
             # Only the first minibatch is computed with the very weights that sampled the newest tokens.
-            batch.fields["checkable"] = (batch.fields["versions"] == self._engine.version) & (number == 0)
+            newest = (batch.fields["versions"] == self._engine.version) & (number == 0)
+            batch.fields["checkable"] = newest & ~batch.fields["unreported"]
             trained.append(self._train(batch))
         self._engine.version += 1
         figures = Figures.of_minibatches(trained)
+        figures["recomputed"] = float(self._recompute)
         checked, summed = figures.pop("checked_tokens", 0.0), figures.pop("sum_logprob_difference", 0.0)
-        figures["mean_logprob_difference"] = summed / checked if checked else 0.0
-        self._recompute_if_different(figures.get("max_logprob_difference", 0.0))
+        if checked:
+            figures["mean_logprob_difference"] = summed / checked
+            self._recompute_if_different(figures["max_logprob_difference"])
+        else:  # nothing was compared, which is not a difference of 0
+            figures.pop("max_logprob_difference", None)
         return figures
+
+    @property
+    def _decoupled(self) -> bool:
+        return self._actor.use_decoupled_loss or (self._recompute and self._stale_samples)
 
     def _prepare(self, batch: TokenBatch) -> TokenBatch:
         """Add everything the loss needs, before the first minibatch changes the weights."""
@@ -74,11 +91,10 @@ class PolicyUpdate:
         if not batch.spans:
             return batch
         unreported = batch.fields["unreported"]
-        needed = torch.ones_like(unreported) if self._recompute else unreported
-        if actor.use_decoupled_loss or needed.any():
-            present = self._engine.logprobs(batch)
-            batch.fields["logprobs"] = torch.where(needed, present, batch.fields["logprobs"])
-            batch.fields["proximal"] = present
+        if self._decoupled or self._recompute or unreported.any():
+            proximal = self._engine.logprobs(batch)
+            batch.fields["proximal"] = proximal
+            batch.fields["behaviour"] = torch.where(unreported, proximal, batch.fields["behaviour"])
         if self._reference is not None:
             batch.fields["reference"] = self._reference.logprobs(batch)
         return batch
@@ -91,15 +107,26 @@ class PolicyUpdate:
     def _loss(self, logprobs: Tensor, fields: dict[str, Tensor]) -> tuple[Tensor, Figures]:
         actor, weights = self._actor, fields["weights"]
         low, high = actor.eps_clip, actor.eps_clip_higher or actor.eps_clip
-        behaviour = fields["logprobs"]
-        if actor.use_decoupled_loss:
+        behaviour, advantages = fields["behaviour"], fields["advantages"]
+        if self._decoupled:
             policy = decoupled_loss(
-                logprobs, fields["proximal"], behaviour, fields["advantages"], low, high, actor.behave_imp_weight_cap
+                logprobs,
+                fields["proximal"],
+                behaviour,
+                advantages,
+                low,
+                high,
+                actor.behave_imp_weight_cap,
+                actor.dual_clip,
             )
         else:
-            policy = clipped_loss(logprobs, behaviour, fields["advantages"], low, high)
+            old = fields["proximal"] if self._recompute else behaviour
+            policy = clipped_loss(logprobs, old, advantages, low, high, actor.dual_clip)
         loss = (policy.loss * weights).sum()
-        means = {"clip_ratio": (policy.clipped * weights).sum()}
+        means = {
+            "clip_ratio": (policy.clipped * weights).sum(),
+            "dual_clip_ratio": (policy.dual_clipped * weights).sum(),
+        }
         if "reference" in fields:
             kl = (kl_penalty(logprobs, fields["reference"]) * weights).sum()
             loss = loss + actor.kl_ctl * kl
@@ -156,7 +183,7 @@ def token_batch(rows: Sequence[TrainRow], actor: ActorConfig) -> TokenBatch:
 
     completions = gather("completion_index") + spread([each.first_completion for each in rows])
     fields = {
-        "logprobs": gather("logprobs"),
+        "behaviour": gather("logprobs"),
         "versions": gather("versions"),
         "unreported": spread([each.row.recompute_logprobs for each in rows]),
         "advantages": _token_advantages(gather("returns"), completions, spread([each.group for each in rows]), actor),

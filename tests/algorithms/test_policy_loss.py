@@ -43,6 +43,58 @@ def test_clipped_loss_value_and_gradient(
     assert not result.ratio.requires_grad
 
 
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "slope", "dual_clipped"),
+    [
+        (2.9, -2.0, 5.8, 5.8, 0.0),
+        (3.1, -2.0, 6.0, 0.0, 1.0),  # -min(rA, cA): a token that became much likelier pulls no more
+        (66.0, -2.0, 6.0, 0.0, 1.0),
+        (0.5, -2.0, 1.6, 0.0, 0.0),  # the lower clip holds as before
+        (66.0, 2.0, -2.6, 0.0, 0.0),  # a positive advantage is bounded by the upper clip
+        (66.0, 0.0, 0.0, 0.0, 0.0),
+    ],
+)
+def test_dual_clip_bounds_the_loss_of_bad_tokens(
+    ratio: float, advantage: float, loss: float, slope: float, dual_clipped: float
+) -> None:
+    logprobs = logprob_at(ratio)
+    result = clipped_loss(logprobs, torch.tensor([-1.0]), torch.tensor([advantage]), LOW, HIGH, 3.0)
+    result.loss.sum().backward()
+    assert result.loss.item() == pytest.approx(loss, abs=1e-4)
+    assert logprobs.grad is not None
+    assert logprobs.grad.item() == pytest.approx(slope, abs=1e-4)
+    assert result.dual_clipped.item() == dual_clipped
+
+
+def test_without_a_dual_clip_the_loss_of_bad_tokens_grows_with_the_ratio() -> None:
+    result = clipped_loss(logprob_at(66.0), torch.tensor([-1.0]), torch.tensor([-2.0]), LOW, HIGH, None)
+    assert (result.loss.item(), result.dual_clipped.item()) == (pytest.approx(132.0, rel=1e-5), 0.0)
+
+
+def test_the_behaviour_weight_multiplies_what_the_dual_clip_leaves() -> None:
+    proximal, behaviour = torch.tensor([-2.0]), torch.tensor([-2.0 - math.log(1.5)])
+    result = decoupled_loss(
+        logprob_at(66.0, old=-2.0), proximal, behaviour, torch.tensor([-2.0]), LOW, HIGH, 5.0, dual_clip=3.0
+    )
+    assert (result.loss.item(), result.dual_clipped.item()) == (pytest.approx(1.5 * 6.0), 1.0)
+
+
+@pytest.mark.parametrize("advantage", [-2.0, 0.0, 2.0])
+@pytest.mark.parametrize("dual_clip", [3.0, None])
+@pytest.mark.parametrize("old", [-3e38, -500.0, 500.0, 3e38])
+def test_a_logprob_far_from_the_policys_gives_a_finite_loss_and_gradient(
+    old: float, dual_clip: float | None, advantage: float
+) -> None:
+    logprobs, advantages = torch.tensor([-1.0], requires_grad=True), torch.tensor([advantage])
+    plain = clipped_loss(logprobs, torch.tensor([old]), advantages, LOW, HIGH, dual_clip)
+    weighted = decoupled_loss(
+        logprobs, logprobs.detach(), torch.tensor([old]), advantages, LOW, HIGH, None, dual_clip=dual_clip
+    )
+    for loss in (plain.loss, weighted.loss):
+        assert bool(loss.isfinite().all())
+        assert bool(gradient(logprobs, loss).isfinite().all())
+
+
 def tokens(seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     logprobs, proximal, behaviour = (-torch.rand(50, generator=generator) * 2 for _ in range(3))

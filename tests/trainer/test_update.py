@@ -1,16 +1,21 @@
 """One update: how groups become weighted tokens, and against which log-probs and under which loss they are trained."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from small_runs import byte_tokenizer, gradient_of, make_batch, make_engine, make_group
+from small_runs import byte_tokenizer, gradient_of, make_batch, make_config, make_directory, make_engine, make_group
 
+from areal import PPOTrainer
 from areal.api.io_struct import ModelResponse
 from areal.api.messages import Episode, GroupResult
+from areal.config.rollout import RolloutConfig
 from areal.config.training import ActorConfig
 from areal.engine.training.engine import TokenBatch, TrainingEngine
+from areal.trainer.journal import Account
+from areal.trainer.run import RunParts
 from areal.trainer.update import PolicyUpdate, minibatches, rows_of_groups, token_batch, without_zero_advantages
 from areal.trajectory import Renderer, Tree, assign_reward, export
 from areal.trajectory.answer import read_answer
@@ -56,7 +61,7 @@ def test_minibatches_partition_the_batch_by_whole_groups_and_each_weighs_one(cou
     assert taken == sorted(id(span.ids) for span in batch.spans)
     for part in parts:
         assert float(part.fields["weights"].sum()) == pytest.approx(1)
-        assert len(part.fields["logprobs"]) == sum(len(span.asked) for span in part.spans)
+        assert len(part.fields["behaviour"]) == sum(len(span.asked) for span in part.spans)
 
 
 def test_minibatches_differ_between_seeds_and_are_the_same_for_one() -> None:
@@ -220,6 +225,53 @@ def test_the_difference_to_the_sampler_is_reported_for_tokens_of_the_present_ver
     assert update(groups, make_engine())["max_logprob_difference"] == pytest.approx(0.125, abs=1e-4)
     rows[0].versions[rows[0].loss_mask] = -5
     assert update(groups, make_engine())["max_logprob_difference"] < 1e-4
+
+
+def test_the_difference_to_the_sampler_is_reported_where_log_probs_are_recomputed_too() -> None:
+    groups = on_policy(make_batch())
+    rows = [each.row for each in rows_of_groups(groups)]
+    rows[0].logprobs[rows[0].loss_mask] += np.float32(0.125)
+    figures = update(groups, make_engine(), recompute_logprob=True)
+    assert figures["max_logprob_difference"] == pytest.approx(0.125, abs=1e-4)
+    assert figures["recomputed"] == 1
+
+
+def test_nothing_compared_is_not_a_difference_of_zero() -> None:
+    stale = on_policy(make_batch())
+    for each in rows_of_groups(stale):
+        each.row.versions[each.row.loss_mask] = -5
+    unreported = [make_group(0, [1, 0, 0], reported=False)]
+    for groups in (stale, unreported, [make_group(0, [1, 1])]):
+        figures = update(groups, make_engine())
+        assert figures["recomputed"] == 0
+        assert not {"max_logprob_difference", "mean_logprob_difference"} & figures.keys()
+
+
+def test_bounded_bad_tokens_are_counted() -> None:
+    groups = on_policy([make_group(0, [1, 0])])
+    bad = groups[0].episodes[1].rows[0]
+    bad.logprobs[bad.loss_mask] -= np.float32(np.log(66))
+    share = float(bad.loss_mask.sum() / sum(each.row.loss_mask.sum() for each in rows_of_groups(groups)))
+    bounded = update(groups, make_engine())
+    assert bounded["dual_clip_ratio"] == pytest.approx(share)
+    free = update(groups, make_engine(), dual_clip=None)
+    assert free["dual_clip_ratio"] == 0
+    assert free["grad_norm"] > 10 * bounded["grad_norm"]
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_recomputed_log_probs_imply_the_decoupled_loss_where_samples_may_be_stale(
+    tmp_path: Path, tiny_math: Path, staleness: int
+) -> None:
+    config = make_config(tmp_path, rollout=RolloutConfig(max_head_offpolicyness=staleness))
+    config.actor.path, config.actor.recompute_logprob = str(tiny_math), True
+    engine = make_engine(gradient_clipping=0)
+    with PPOTrainer(config, [{"messages": []}]) as trainer:
+        parts = RunParts(make_directory(tmp_path / "run"), engine, None, 1, {})
+        trainer._policy_update(parts, Account()).step(make_batch())
+        parts.directory.close()
+    expected = gradient_of(make_batch(), recompute_logprob=True, use_decoupled_loss=staleness > 0)
+    torch.testing.assert_close(engine.flat_grad, expected, atol=1e-6, rtol=0)
 
 
 def test_auto_trusts_the_sampler_until_its_numbers_are_seen_to_differ() -> None:

@@ -113,7 +113,7 @@ class TrainingEngine:
 
     def logprobs(self, batch: TokenBatch) -> Tensor:
         """Log-probability of every trained token [N] under the present weights."""
-        out = torch.empty(len(batch.temperatures))
+        out = self.flat.new_empty(len(batch.temperatures))
         with torch.no_grad():
             for part in self._passes(batch):
                 out[part.order] = self.model.logprobs(part, batch.temperatures[part.order])
