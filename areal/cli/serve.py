@@ -2,7 +2,7 @@
 
 The key has one session, open as long as the server. It keeps what recent conversations need and forgets older ones.
 Listens on loopback by default; beyond loopback only with a key that the user chose. Ctrl-C and SIGTERM end it with
-code 0.
+code 0; an engine that has failed for good ends it with the cause.
 """
 
 import argparse
@@ -12,6 +12,7 @@ import signal
 import sys
 from pathlib import Path
 
+from areal.api.errors import EngineError
 from areal.config.errors import ConfigError
 from areal.config.rollout import GenerationHyperparameters
 from areal.proxy import Proxy
@@ -40,6 +41,7 @@ async def _serve(model: str, directory: Path, host: str, port: int, key: str | N
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     engine = load_engine(directory)
+    engine.on_failure = stop.set
     proxy = Proxy(
         engine,
         load_hf_tokenizer(directory),
@@ -57,6 +59,8 @@ async def _serve(model: str, directory: Path, host: str, port: int, key: str | N
     finally:
         await proxy.aclose()
         await engine.aclose()
+    if engine.failure is not None:
+        raise EngineError(engine.failure)
 
 
 def _announce(origin: str, model: str, new_key: str | None) -> None:

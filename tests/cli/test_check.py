@@ -109,7 +109,6 @@ def test_line_that_blocks_for_long_is_found_whatever_it_calls(check: Check) -> N
     assert sentence.startswith("doze(0.3) blocked the event loop for ")
 
 
-@pytest.mark.filterwarnings("ignore:coroutine '_open' was never awaited")
 @pytest.mark.parametrize(
     ("line", "sentences_found"),
     [

@@ -18,9 +18,22 @@ KEY = "sk-chosen-by-me"
 SECONDS = 120
 
 
-def start(*words: str, **environ: str) -> subprocess.Popen[str]:
+FAILING = """
+import sys
+from areal.cli.main import main
+from areal.engine.inference.decoder_runner import DecoderRunner
+
+def forward(self, *args):
+    raise RuntimeError("out of memory")
+
+DecoderRunner.forward = forward
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def start(*words: str, program: tuple[str, ...] = ("-m", "areal.cli.main"), **environ: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "areal.cli.main", "serve", "--port", "0", *words],
+        [sys.executable, *program, "serve", "--port", "0", *words],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), **environ},
         stdout=subprocess.PIPE,
@@ -90,6 +103,16 @@ def test_without_a_key_one_is_made_and_printed_and_ctrl_c_ends_it() -> None:
     assert len(key) > 40
     assert httpx.get(f"{url}/models", headers={"x-api-key": key}).status_code == 200
     assert ending(server, signal.SIGINT) == (0, "")
+
+
+def test_an_engine_that_has_failed_ends_it_with_the_cause(tiny_math: Path) -> None:
+    server = start("--model", "builtin:tiny-math", "--api-key", KEY, program=("-c", FAILING))
+    body = {"messages": [{"role": "user", "content": "hi"}]}
+    answer = httpx.post(f"{url_of(server)}/chat/completions", json=body, headers={"x-api-key": KEY}, timeout=SECONDS)
+    assert answer.status_code in (410, 503)  # told by the engine, or by the server that ends because of it
+    _, errors = server.communicate(timeout=SECONDS)
+    assert server.returncode == 2
+    assert errors.splitlines()[-1].endswith("the engine failed: RuntimeError('out of memory')")
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1"])

@@ -6,6 +6,7 @@ with findings, 2 if there is nothing to check.
 
 import argparse
 import asyncio
+import gc
 import itertools
 import json
 from collections.abc import Sequence
@@ -32,7 +33,7 @@ from areal.config.yaml import Verbatim
 from areal.dataset import get_custom_dataset
 from areal.rollout.loading import WorkflowSpec, is_agent
 from areal.rollout.loading import check as refuse_early
-from areal.rollout.runners.subprocess import AgentPool
+from areal.rollout.runners import AgentPool
 from areal.utils.callables import name_of
 from areal.utils.process_pool.pool import CallError, ProcessPool
 
@@ -97,9 +98,12 @@ async def _play_inline(
         report.findings += rejection_findings(alone)
         if report.passed_alone:
             alone.stalls.clear()  # the first episode also loads what all need
+            gc.collect()
+            gc.freeze()  # as a rollout worker does: a collection of everything takes as long as a stall
             together = await play_episodes(f"{episodes} at once", runner, _repeated(tasks, episodes), harness, seconds)
             report.runs.append(together)
             report.findings += rejection_findings(together, SHARED_STATE)
+            gc.unfreeze()
     report.findings += watch.findings
     known = {finding.where for finding in watch.findings}
     report.findings += stall_findings([stall for run in report.runs for stall in run.stalls], known)

@@ -34,11 +34,11 @@ from areal.infra.workflow_context import WorkflowContext
 from areal.proxy import NO_SESSION_KEY, Proxy, Session
 from areal.rollout.episodes import Runner, call, run_episode
 from areal.rollout.loading import Fillers, WorkflowSpec, import_object, is_rollout_workflow, load
+from areal.rollout.runners import AgentPool, RunnerParts, make_runner
 from areal.rollout.runners.agent import AgentRunner, environment
-from areal.rollout.runners.subprocess import AgentPool, PackedAgent, SubprocessRunner
 from areal.rollout.runners.workflow import WorkflowRunner
 from areal.trajectory import Tree
-from areal.utils.callables import is_async, name_of
+from areal.utils.callables import is_async
 from areal.utils.closing import Closing
 
 BUILTIN = "builtin:tiny-math"
@@ -139,10 +139,15 @@ def inline_runner(spec: WorkflowSpec, harness: Harness, watch: "MistakeWatch | N
 
 async def subprocess_runner(spec: WorkflowSpec, harness: Harness, pool: AgentPool) -> Runner:
     """Runs an agent's episodes in the pool. Raises WorkflowError if the agent cannot be sent or made there."""
-    parcel = PackedAgent(spec.pack(), Fillers(harness.gconfig, harness.tokenizer_path))
-    runner = SubprocessRunner(name_of(spec.target), parcel, pool, harness.proxy, AgentConfig(), harness.gconfig)
-    await runner.prepare()
-    return runner
+    parts = RunnerParts(
+        proxy=harness.proxy,
+        engine=harness.engine,
+        agent=AgentConfig(),
+        fillers=Fillers(harness.gconfig, harness.tokenizer),
+        tokenizer_path=harness.tokenizer_path,
+        pool=pool,
+    )
+    return await make_runner(spec.pack(), "subproc", parts)
 
 
 async def play_episodes(
@@ -191,10 +196,8 @@ def _count(played: PlayedEpisodes, outcome: Episode | Rejection) -> None:
     played.accepted += 1
     played.calls += outcome.calls
     played.rewards.append(outcome.reward)
-    for row in outcome.rows:
-        sampled = int(row.loss_mask.sum())
-        played.completion_tokens += sampled
-        played.prompt_tokens += len(row.input_ids) - sampled
+    played.completion_tokens += outcome.trained_tokens
+    played.prompt_tokens += sum(len(row.input_ids) for row in outcome.rows) - outcome.trained_tokens
 
 
 def _count_tree(played: PlayedEpisodes, tree: Tree) -> None:
@@ -215,19 +218,19 @@ _BLOCKING_EVENTS = {
     "socket.connect": "",
     "socket.getaddrinfo": "",
 }
-"""Audit events of calls that wait, and their entries in the table of remedies; for the network, the caller tells."""
+"""Audit events of calls that wait, and their names in the table of remedies; the network's depend on the library."""
 _OWN_CALLS = {"open", "os.system", "subprocess.Popen"}
 """Those that count only where the user's code makes the call itself: libraries read their own settings once."""
 _OTHERS_CALLS = {"asyncio", "linecache"}
 """Modules of the standard library whose calls are not the user's: one does not block, one reads source for warnings."""
 _NEVER_AWAITED = "coroutine .* was never awaited"
 _ORIGIN_FRAMES = 8
-"""How far back the making of a coroutine is traced; decorators of SDKs lie between it and the user's line."""
+"""How many callers of a coroutine function are remembered: decorators of SDKs come before the user's line."""
 _STANDARD_LIBRARY = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
 
 
 class MistakeWatch(Closing):
-    """Watches users' code in the event loop of the thread that makes it, from `with` to the end of the block."""
+    """Watches the user's code in the event loop of the thread that makes it, for the length of a `with` block."""
 
     def __init__(self) -> None:
         self._found: dict[str, Finding] = {}
@@ -256,10 +259,9 @@ class MistakeWatch(Closing):
         gc.collect()  # a coroutine that is kept alive by a traceback is reported when it is freed
         self._undo.close()
         for warning in self._warnings:
-            finding = _never_awaited(warning)
-            if finding is None:
+            if not inspect.iscoroutine(warning.source):
                 warnings.showwarning(warning.message, warning.category, warning.filename, warning.lineno)
-            else:
+            elif (finding := _never_awaited(warning.source)) is not None:
                 self._add(finding)
 
     def watch_reward(self, workflow: Any, reward_fn: Any) -> None:
@@ -273,11 +275,11 @@ class MistakeWatch(Closing):
             if not callable(value) or isinstance(value, AsyncRewardWrapper) or is_async(value):
                 continue
             if name == "reward_fn" or value is given:
-                attributes[name] = self._noticing(name, value)
+                attributes[name] = self._watched(name, value)
                 self._undo.callback(attributes.__setitem__, name, value)
 
-    def _noticing(self, name: str, reward_fn: Callable[..., Any]) -> Callable[..., Any]:
-        def noticing(*args: Any, **kwargs: Any) -> Any:
+    def _watched(self, name: str, reward_fn: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(*args: Any, **kwargs: Any) -> Any:
             callback = self._callback(sys._getframe(1))
             place = callback.blame((call.__code__,)) if callback else None
             if place is not None:
@@ -285,7 +287,7 @@ class MistakeWatch(Closing):
                 self._add(Finding(f"{place.source} runs the reward function in the event loop", remedy, place.where))
             return reward_fn(*args, **kwargs)
 
-        return noticing
+        return watched
 
     def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
         if event not in _BLOCKING_EVENTS or (callback := self._callback(sys._getframe(1))) is None:
@@ -350,11 +352,8 @@ def _audited_sleep() -> Iterator[None]:
         time.sleep = sleep
 
 
-def _never_awaited(warning: warnings.WarningMessage) -> Finding | None:
-    """None for a warning of another kind, or about a coroutine that a library made for itself."""
-    coroutine: Any = warning.source
-    if not inspect.iscoroutine(coroutine):
-        return None
+def _never_awaited(coroutine: Any) -> Finding | None:
+    """None for one that a library made for itself."""
     name = coroutine.cr_code.co_qualname.removesuffix(".__call__")
     is_private = name.rpartition(".")[2].startswith("_") and not is_user_code(coroutine.cr_code.co_filename)
     made_at = next(
