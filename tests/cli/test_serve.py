@@ -109,7 +109,7 @@ def test_an_engine_that_has_failed_ends_it_with_the_cause(tiny_math: Path) -> No
     server = start("--model", "builtin:tiny-math", "--api-key", KEY, program=("-c", FAILING))
     body = {"messages": [{"role": "user", "content": "hi"}]}
     answer = httpx.post(f"{url_of(server)}/chat/completions", json=body, headers={"x-api-key": KEY}, timeout=SECONDS)
-    assert answer.status_code in (410, 503)  # told by the engine, or by the server that ends because of it
+    assert answer.status_code in (410, 503)  # from the engine, or from the server that ends because of it
     _, errors = server.communicate(timeout=SECONDS)
     assert server.returncode == 2
     assert errors.splitlines()[-1].endswith("the engine failed: RuntimeError('out of memory')")
