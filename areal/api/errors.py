@@ -1,50 +1,30 @@
-"""Why an episode yields no sample."""
+"""Every error a user can meet, one type per boundary that a failure crosses, and why an episode is rejected.
 
-# MERGED-DOC
-# Every error a user can meet, one type per boundary that a failure crosses.
-#
-# ArealError
-# ├── ConfigError                 a setting is wrong                                  (config/errors.py)
-# ├── WorkflowError               a workflow cannot be found, made or called
-# ├── ModelError                  a model directory is missing or of another family
-# ├── DatasetError                tasks cannot be read
-# ├── TraceError                  what is to be simulated cannot be read
-# ├── RunExists                   a run of that name is there and is not to be overwritten
-# ├── EngineError                 the inference engine failed
-# │   ├── RequestError            one request is impossible; the engine is fine
-# │   │   ├── ContextLengthError  prompt and answer do not fit the model's positions
-# │   │   └── GrammarError        an answer cannot be held to what was demanded of it
-# │   └── WeightMismatch          tokens came from weights that were never published
-# ├── ProcessDied                 a process of the run ended; says which and how
-# ├── NothingAccepted             every episode is rejected; says why
-# └── EpisodeRejected             one episode yields no sample; carries its reason
-#     ├── AgentFailed             the agent's own code raised
-#     ├── EpisodeTimeout          it took longer than allowed
-#     ├── RewardInvalid           the reward is no finite number, or names no completion
-#     ├── RewardTimeout           the reward function was killed at its deadline
-#     └── NoInteractions          the agent never called the model
+ArealError
+├── ConfigError                 a setting is wrong                                  (config/errors.py)
+├── WorkflowError               a workflow cannot be found, made or called
+├── ModelError                  a model directory is missing or of another family
+├── DatasetError                tasks cannot be read
+├── TraceError                  a trace to be simulated cannot be read
+├── RunExists                   a run of that name exists and must not be overwritten
+├── EngineError                 the inference engine failed
+│   ├── RequestError            one request is impossible; the engine is fine
+│   │   ├── ContextLengthError  prompt and answer do not fit the model's positions
+│   │   └── GrammarError        an answer cannot be held to its grammar
+│   └── WeightMismatch          tokens came from weights that were never published
+├── ProcessDied                 a process of the run ended; says which and how
+├── NothingAccepted             every episode is rejected; says why
+└── EpisodeRejected             one episode yields no sample; carries its reason
+    ├── AgentFailed             the agent's own code raised
+    ├── EpisodeTimeout          it took longer than allowed
+    ├── RewardInvalid           the reward is no finite number, or names no completion
+    ├── RewardTimeout           the reward function was killed at its deadline
+    └── NoInteractions          the agent never called the model
+"""
 
 from enum import StrEnum
 
 from areal.config.errors import ArealError, ConfigError
-
-
-class RejectReason(StrEnum):
-    AGENT_ERROR = "agent_error"
-    """The agent or workflow raised."""
-    TIMEOUT = "timeout"
-    """The episode outlived its deadline."""
-    REWARD_ERROR = "reward_error"
-    """The reward raised, crashed, or is not a finite number on a known completion."""
-    REWARD_TIMEOUT = "reward_timeout"
-    """The reward was killed at its deadline."""
-    FILTERED = "filtered"
-    """The workflow returned None, or a filter said no."""
-    NO_INTERACTIONS = "no_interactions"
-    """The agent never called the model."""
-    STALE = "stale"
-    """The sample was too many versions old when its turn came."""
-
 
 __all__ = [
     "AgentFailed",
@@ -60,6 +40,7 @@ __all__ = [
     "NoInteractions",
     "NothingAccepted",
     "ProcessDied",
+    "RejectReason",
     "RequestError",
     "RewardInvalid",
     "RewardTimeout",
@@ -83,7 +64,7 @@ class DatasetError(ArealError):
 
 
 class TraceError(ArealError):
-    """What is to be simulated cannot be read."""
+    """A trace to be simulated cannot be read."""
 
 
 class RunExists(ArealError):
@@ -115,7 +96,26 @@ class ProcessDied(ArealError):
 
 
 class NothingAccepted(ArealError):
-    """Every episode is rejected, so training would spin for ever."""
+    """Every episode is rejected, so training would never get a batch."""
+
+
+class RejectReason(StrEnum):
+    """Why an episode yields no sample."""
+
+    AGENT_ERROR = "agent_error"
+    """The agent or workflow raised."""
+    TIMEOUT = "timeout"
+    """The episode outlived its deadline."""
+    REWARD_ERROR = "reward_error"
+    """The reward raised, crashed, or is not a finite number on a known completion."""
+    REWARD_TIMEOUT = "reward_timeout"
+    """The reward was killed at its deadline."""
+    FILTERED = "filtered"
+    """The workflow returned None, or a filter said no."""
+    NO_INTERACTIONS = "no_interactions"
+    """The agent never called the model."""
+    STALE = "stale"
+    """The sample was too many versions old when its turn came."""
 
 
 class EpisodeRejected(ArealError):

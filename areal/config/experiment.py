@@ -1,7 +1,7 @@
-"""Where tasks come from."""
+"""A whole experiment, as `--config FILE` fills it, and the datasets it names.
 
-# MERGED-DOC
-# A whole experiment: what `--config FILE` fills.
+Settings that are wrong only in combination are refused here, with the remedy.
+"""
 
 from dataclasses import dataclass, field
 

@@ -1,8 +1,8 @@
-"""How completions are sampled."""
+"""How rollout works: how completions are sampled, how episodes are run, and what the proxy allows its clients.
 
-# MERGED-DOC
-# The proxy that agents talk through: what it tolerates, and what one client may take from the others.
-# How episodes are run: how many, how stale, and how an agent reaches the policy.
+`gconfig` is a GenerationHyperparameters, `rollout` a RolloutConfig with its AgentConfig, `proxy` a ProxyConfig with its
+ProxyLimits.
+"""
 
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
@@ -80,7 +80,7 @@ class ProxyLimits:
     session_timeout_seconds: float = 3600.0
     """Time that a session opened over HTTP may stay open before it is ended for its agent."""
     reward_timeout_seconds: float = 600.0
-    """Time behind the end of such a session in which its reward may still come."""
+    """Time after such a session ends in which its reward may still come."""
     remembered_answers: int = 64
     """Answers of a session that a retry is given again; one of an older call is a new sample."""
     remembered_ended_sessions: int = 10_000

@@ -1,7 +1,6 @@
-"""The model that learns, and how it is optimised."""
-
-# MERGED-DOC
-# What happens beside the training steps: evaluation, checkpoints, recovery, placement.
+"""The model that is trained and how it is optimised, and what happens around the steps: evaluation, checkpoints, recovery,
+placement.
+"""
 
 from dataclasses import dataclass, field
 from typing import Literal

@@ -1,7 +1,7 @@
-"""Process-wide thread settings that must be in place before a numeric library loads."""
+"""How many threads a process computes with, and how its idle threads wait.
 
-# MERGED-DOC
-# How the cores of the machine are shared between the engine and the trainer.
+`settle_waiting` must be called before a numeric library loads.
+"""
 
 import os
 from dataclasses import dataclass
