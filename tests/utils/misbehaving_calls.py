@@ -5,6 +5,9 @@ import select
 import signal
 from typing import Any
 
+PAUSES = {"brief": 0.004, "slow": 0.07}
+"""Seconds, below and above the time after which calls that were sent together are given to another process."""
+
 
 def act(kind: str, value: int, note: str = "") -> int:
     if note:
@@ -16,8 +19,8 @@ def act(kind: str, value: int, note: str = "") -> int:
         os._exit(3)
     if kind == "raise":
         raise ValueError(value)
-    if kind == "slow":
-        select.select([], [], [], 0.07)
+    if kind in PAUSES:
+        select.select([], [], [], PAUSES[kind])
     return value * 2
 
 

@@ -1,4 +1,4 @@
-"""Quick calls that travel together: one bad call hurts none of its mates."""
+"""Calls that are sent to a process together: one bad call does not hurt the others."""
 
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -35,7 +35,7 @@ def submit(pool: ProcessPool, *args: Any, timeout_seconds: float = LONG_SECONDS)
 
 
 def primed(pool: ProcessPool) -> ProcessPool:
-    """It knows that calls of `act` are quick, and has all of its processes."""
+    """With all of its processes, which have loaded `act`."""
     while len(pool.pids()) < pool.size:
         for future in [submit(pool, "good", value) for value in range(50)]:
             future.result(LONG_SECONDS)
@@ -59,7 +59,7 @@ def shared() -> Iterator[ProcessPool]:
         yield primed(pool)
 
 
-def test_calls_behind_one_that_hangs_are_run_elsewhere_long_before_its_deadline(shared: ProcessPool) -> None:
+def test_calls_after_one_that_hangs_are_run_elsewhere_long_before_its_deadline(shared: ProcessPool) -> None:
     futures = [submit(shared, "hang" if value == 100 else "good", value) for value in range(200)]
     hanging = futures.pop(100)
     assert [future.result(LONG_SECONDS) for future in futures] == [v * 2 for v in range(200) if v != 100]
@@ -76,6 +76,15 @@ def test_crash_keeps_finished_results_and_runs_every_other_call_exactly_once(
     for value, (kind, future) in enumerate(zip(kinds, futures, strict=True)):
         assert isinstance(end_of(future), CallCrashed) if kind == "crash" else end_of(future) == value * 2
     assert sorted(map(int, note.read_text().split())) == list(range(60))
+
+
+def test_calls_put_back_again_and_again_run_exactly_once_and_get_their_own_results(
+    shared: ProcessPool, tmp_path: Path
+) -> None:
+    note = tmp_path / "ran"
+    futures = [submit(shared, "brief", value, str(note)) for value in range(200)]
+    assert [future.result(LONG_SECONDS) for future in futures] == [value * 2 for value in range(200)]
+    assert sorted(map(int, note.read_text().split())) == list(range(200))
 
 
 def test_arguments_that_end_or_hang_the_process_while_they_are_loaded_fail_their_own_call_only() -> None:

@@ -1,4 +1,4 @@
-"""The killable process pool, through its public door."""
+"""The killable process pool, through its public interface."""
 
 import asyncio
 import json

@@ -1,1 +1,1 @@
-"""Run functions in worker processes that can be killed: `pool` is where to begin. Importing the package loads nothing."""
+"""Run functions in worker processes that can be killed: begin with `pool`. Importing this package loads nothing."""

@@ -1,16 +1,13 @@
-"""How a call in a worker process can end other than with its result.
+"""One call on its way to a worker process: the packed function, its packed arguments, the future, and its failures.
 
 CallError
 ├── CallTimeout        it ran past its deadline and its process was killed
-├── CallCrashed        its process ended under it
-│   └── CallExhausted  it needed more memory than its process may have
-├── CallFailed         it raised; carries the exception as text, because a remote one may not exist here
+├── CallCrashed        its process ended during the call
+│   └── CallExhausted  it needed more memory than its process may use
+├── CallFailed         it raised; carries the exception as text, because the class may not exist in this process
 │   └── LoadFailed     it never began: its module or its arguments cannot be loaded in a worker process
 └── PoolClosed         the pool was closed before it finished
 """
-
-# MERGED-DOC
-# A call on its way to a worker process: the packed function, the packed arguments, and the future it settles.
 
 import hashlib
 import threading
@@ -34,11 +31,11 @@ class CallTimeout(CallError):
 
 
 class CallCrashed(CallError):
-    """The call's process ended under it."""
+    """The call's process ended during the call."""
 
 
 class CallExhausted(CallCrashed):
-    """The call needed more memory than its process may have, so that was ended."""
+    """The call needed more memory than its process may use, so the process was ended."""
 
 
 class PoolClosed(CallError):
@@ -46,7 +43,7 @@ class PoolClosed(CallError):
 
 
 class CallFailed(CallError):
-    """The function raised, or it, its arguments or its result cannot travel between processes."""
+    """The function raised, or it, its arguments or its result cannot be sent between processes."""
 
     _VERB = "raised"
 
@@ -58,7 +55,7 @@ class CallFailed(CallError):
         self.text = text
         """The exception's own message."""
         self.trace = trace
-        """The traceback as the worker process saw it."""
+        """The traceback in the worker process."""
         if trace:
             self.add_note(f"In the worker process:\n{trace.rstrip()}")
 
@@ -70,10 +67,6 @@ class LoadFailed(CallFailed):
     """The function's module, or its arguments, raised while a worker process loaded them; the call never began."""
 
     _VERB = "could not be loaded in a worker process:"
-
-
-class Killable(Protocol):
-    def kill(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -94,34 +87,32 @@ class PackedFunction:
         return _pack((tuple(args), dict(kwargs)), self.name, "its arguments")
 
 
-class PoolCall:
-    """Stays cancellable until it is settled: cancelling one that runs kills the process it runs in."""
+class Killable(Protocol):
+    def kill(self) -> None: ...
 
-    def __init__(self, function: PackedFunction, body: bytes, timeout_seconds: float) -> None:
+
+class PoolCall:
+    """A call and its future, which can be cancelled until it is settled, even while the function runs."""
+
+    def __init__(self, function: PackedFunction, arguments: bytes, timeout_seconds: float) -> None:
         self.function = function
-        self.body = body
+        self.arguments = arguments
         self.timeout_seconds = timeout_seconds
-        self.alone = False
-        """Not to be sent with others, since a process that had it among others ended before any began."""
         # Never marked as running before it is settled, since a running Future cannot be cancelled.
         self.future: Future[Any] = Future()
         self._lock = threading.Lock()
         self._process: Killable | None = None
-        self.future.add_done_callback(self._done)
+        self.future.add_done_callback(self._kill_if_cancelled)
 
-    def enter(self, process: Killable) -> None:
-        """From now until `leave`, cancelling kills `process`."""
+    def kill_on_cancel(self, process: Killable | None) -> None:
+        """From now on, cancelling the future kills `process`; None = it kills nothing."""
         with self._lock:
             self._process = process
-            if self.future.cancelled():
+            if process is not None and self.future.cancelled():
                 process.kill()
 
-    def leave(self) -> None:
-        with self._lock:
-            self._process = None
-
     def settle(self, result: Any = None, error: BaseException | None = None) -> None:
-        """Give the future its end, unless it was cancelled."""
+        """Complete the future, unless it was cancelled."""
         if not self.future.set_running_or_notify_cancel():
             return
         if error is not None:
@@ -129,7 +120,7 @@ class PoolCall:
         else:
             self.future.set_result(result)
 
-    def _done(self, future: "Future[Any]") -> None:
+    def _kill_if_cancelled(self, future: "Future[Any]") -> None:
         if future.cancelled():
             with self._lock:
                 if self._process is not None:

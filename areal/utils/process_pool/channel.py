@@ -1,14 +1,8 @@
-"""Frames between a pool and one worker process: a kind, a length, bytes, over a socket pair.
+"""What connects a pool with one worker process: a socket pair for frames, and a pipe of claims.
 
-Both ends use this module, so it stays light: a worker process imports it before anything of the user's. It refuses to
-interpret bodies.
+Both ends use this module, so it stays light: a worker process imports it before anything of the user's. It does not
+interpret the bodies of frames.
 """
-
-# MERGED-DOC
-# Which calls of a batch may still begin: a pipe with one byte for each, that both sides can read.
-#
-# The kernel gives a byte to exactly one reader. A worker takes one before it begins a call; its parent takes what is left
-# and from then on knows what was begun, also in a worker that hangs or is dead.
 
 import os
 import socket
@@ -17,29 +11,35 @@ import time
 from enum import IntEnum
 
 DIGEST_BYTES = 16
-"""Length of the name that a function goes by on a channel."""
+"""Length of the digest that identifies a function on a channel."""
 EXHAUSTED_STATUS = 179
-"""Exit status of a worker process that ran into its memory limit; it may be unable to say so in a frame."""
+"""Exit status of a worker process that hit its memory limit; it may be unable to send a frame that says so."""
+MAX_CLAIMS = 1 << 12
+"""A pipe holds at least this many bytes, so that `Claims.put` never blocks."""
 _HEADER = struct.Struct("!BQ")
 _TIMEVAL = struct.Struct("@ll")
 _CHUNK_BYTES = 1 << 16
 
 
 class PoolFrame(IntEnum):
+    """A frame is its kind, the length of its body, and the body."""
+
     LOAD = 1
     """To the worker: keep this function."""
-    BATCH = 2
-    """To the worker: run a kept function with these arguments, once for each, in order."""
+    CALLS = 2
+    """To the worker: call a kept function with each of these arguments, in order, as far as claims can be taken."""
     LOADED = 3
     """The function is kept."""
     STARTED = 4
-    """All arguments are unpacked and the first call begins: its deadline runs from here."""
+    """The next call has its arguments and begins: its deadline runs from here."""
     RESULT = 5
-    """A call returned, and the next one begins."""
+    """The call returned."""
     FAILED = 6
-    """A call raised, and the next one begins."""
-    UNLOADABLE = 7
-    """A function, or the arguments of one call, cannot be loaded; otherwise like LOADED or RESULT."""
+    """The call raised."""
+    DONE = 7
+    """No further one of the calls will begin."""
+    UNLOADABLE = 8
+    """A function, or the arguments of the next call, cannot be loaded; sent instead of LOADED or STARTED."""
 
 
 class PoolChannelClosed(EOFError):
@@ -70,7 +70,7 @@ class PoolChannel:
                 raise PoolChannelClosed(str(error)) from error
 
     def receive(self, deadline: float | None = None) -> tuple[PoolFrame, bytes]:
-        """The next frame. After a TimeoutError, the part that came is kept for another try."""
+        """The next frame. After a TimeoutError, the part that has arrived is kept for another try."""
         self._fill(_HEADER.size, deadline)
         number, length = _HEADER.unpack_from(self._buffer)
         try:
@@ -115,25 +115,31 @@ class PoolChannel:
         return 0
 
 
-class Tickets:
+class Claims:
+    """Which of the calls that were sent may still begin: a pipe with one byte for each, which both processes can read.
+
+    The kernel gives a byte to exactly one reader. A worker takes one before it begins a call. Its parent takes what is
+    left, and from then on knows which calls began, even in a worker that hangs or is dead.
+    """
+
     def __init__(self, read_fd: int, write_fd: int | None = None) -> None:
         """A worker has no `write_fd`."""
         self.read_fd = read_fd
         self._write_fd = write_fd
 
     @classmethod
-    def new(cls) -> "Tickets":
+    def new(cls) -> "Claims":
         read_fd, write_fd = os.pipe()
         os.set_blocking(read_fd, False)
         return cls(read_fd, write_fd)
 
     def put(self, count: int) -> None:
         assert self._write_fd is not None
-        if count:
-            os.write(self._write_fd, bytes(count))
+        assert count <= MAX_CLAIMS
+        os.write(self._write_fd, bytes(count))
 
     def take(self, at_most: int) -> int:
-        """How many it got."""
+        """How many were there to take."""
         try:
             return len(os.read(self.read_fd, at_most))
         except BlockingIOError:

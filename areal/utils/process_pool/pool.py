@@ -1,18 +1,8 @@
-"""Results on their way from a pool's threads to an event loop, which is woken once for as many as have come.
+"""Run functions in worker processes that can be killed: a hanging, crashing or greedy call fails alone.
 
-Waking a loop costs a system call and a fight for the interpreter; one per result would cost more than a small call.
+`ProcessPool.submit` may be called from any thread, `run` in any event loop; `SHARED` holds the pools that all code of
+this process shares. The pool does not retry: a call that began is never run twice.
 """
-
-# MERGED-DOC
-# Run functions in worker processes that can be killed: a hung, crashing or greedy call hurts nobody else.
-#
-# `ProcessPool.submit` may be called from any thread, `run` in any event loop. The pool refuses to retry: a call that
-# began is never run twice.
-# The process pools that everyone in this process shares, one per size and limits.
-#
-# `SHARED` is one object for the whole process on purpose: those who want a pool are made by user code and by unpickling,
-# where nobody could hand them one, and what a pool rations (cores, memory) belongs to the process as well. It holds
-# nothing until the first call, and its pools end with the interpreter.
 
 import asyncio
 import os
@@ -23,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Final
 
+from areal.utils.closing import Closing
 from areal.utils.process_pool.calls import (
     CallCrashed,
     CallError,
@@ -37,15 +28,94 @@ from areal.utils.process_pool.calls import (
 from areal.utils.process_pool.child import Limits
 from areal.utils.process_pool.workers import Workers
 
+__all__ = [
+    "SHARED",
+    "CallCrashed",
+    "CallError",
+    "CallExhausted",
+    "CallFailed",
+    "CallTimeout",
+    "Limits",
+    "LoadFailed",
+    "PackedFunction",
+    "PoolClosed",
+    "ProcessPool",
+    "usable_cores",
+]
 
-class LoopInbox:
-    """Of one loop. Invariant: while something is in `_arrived`, a `_deliver` is due in the loop."""
+_LEAST_MEMORY_BYTES = 2 << 30
+
+
+def usable_cores() -> int:
+    """Cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class ProcessPool(Closing):
+    """At most `size` worker processes (default: one per usable core), started on demand, until `close`."""
+
+    def __init__(self, size: int | None = None, limits: Limits | None = None, load_seconds: float = 60.0) -> None:
+        """`load_seconds` bounds starting a process and importing what a function needs, apart from any deadline."""
+        self.size = usable_cores() if size is None else size
+        if self.size < 1:
+            raise ValueError(f"a process pool needs size >= 1, got {size}; leave it out for one per core")
+        self._workers = Workers(self.size, limits or Limits(), load_seconds)
+        # Threads hold the workers, not the pool, so dropping the pool closes it. At interpreter exit finalize runs too.
+        self._finalizer = weakref.finalize(self, self._workers.close)
+        self._results: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopResults] = weakref.WeakKeyDictionary()
+
+    def submit(
+        self,
+        function: Callable[..., Any] | PackedFunction,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        timeout_seconds: float,
+    ) -> "Future[Any]":
+        """The future result. The deadline runs from the moment the function begins, not while the call is queued.
+
+        The future ends with the result or a `CallError`. Cancelling it takes it from the queue or kills its process.
+        """
+        if timeout_seconds <= 0:
+            raise ValueError(f"timeout_seconds must be > 0, got {timeout_seconds}")
+        packed = function if isinstance(function, PackedFunction) else PackedFunction.of(function)
+        call = PoolCall(packed, packed.pack_arguments(args, kwargs or {}), timeout_seconds)
+        self._workers.add(call)
+        return call.future
+
+    async def run(
+        self,
+        function: Callable[..., Any] | PackedFunction,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        timeout_seconds: float,
+    ) -> Any:
+        """`submit`, awaited. Cancelling it cancels the call."""
+        results = self._results.setdefault(asyncio.get_running_loop(), _LoopResults())
+        return await results.of(self.submit(function, args, kwargs, timeout_seconds=timeout_seconds))
+
+    def pids(self) -> list[int]:
+        """The worker processes that are alive now."""
+        return self._workers.pids()
+
+    def close(self) -> None:
+        """Kill every worker process and fail what is queued or running; harmless when repeated."""
+        self._finalizer()
+
+
+class _LoopResults:
+    """Results on their way from the pool's threads to one event loop, which is woken once for all that have arrived.
+
+    Waking a loop costs a system call and a fight for the interpreter; one per result (`asyncio.wrap_future`) costs more
+    than a small call. Invariant: while something is in `_arrived`, a `_deliver` is due in the loop.
+    """
 
     def __init__(self) -> None:
         self._arrived: deque[tuple[asyncio.Future[Any], Future[Any]]] = deque()
         self._due = False
 
-    async def result(self, future: "Future[Any]") -> Any:
+    async def of(self, future: "Future[Any]") -> Any:
         """What `future` ends with, awaited in the running loop. Cancelling this cancels it."""
         waiter = asyncio.get_running_loop().create_future()
         future.add_done_callback(lambda done: self._put(waiter, done))
@@ -78,111 +148,34 @@ class LoopInbox:
                 waiter.set_exception(error)
 
 
-__all__ = [
-    "CallCrashed",
-    "CallError",
-    "CallExhausted",
-    "CallFailed",
-    "CallTimeout",
-    "Limits",
-    "LoadFailed",
-    "PackedFunction",
-    "PoolClosed",
-    "ProcessPool",
-    "usable_cores",
-]
-
-
-def usable_cores() -> int:
-    """Cores this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-class ProcessPool:
-    """At most `size` worker processes (default: one per usable core), started on demand, until `close`."""
-
-    def __init__(self, size: int | None = None, limits: Limits | None = None, load_seconds: float = 60.0) -> None:
-        """`load_seconds` bounds starting a process and importing what a function needs, which no deadline pays for."""
-        self.size = usable_cores() if size is None else size
-        if self.size < 1:
-            raise ValueError(f"a process pool needs size >= 1, got {size}; leave it out for one per core")
-        self._crew = Workers(self.size, limits or Limits(), load_seconds)
-        # Threads hold the crew, not the pool, so dropping the pool closes it; finalize also runs at interpreter exit.
-        self._finalizer = weakref.finalize(self, self._crew.close)
-        self._inboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopInbox] = weakref.WeakKeyDictionary()
-
-    def submit(
-        self,
-        function: Callable[..., Any] | PackedFunction,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-        *,
-        timeout_seconds: float,
-    ) -> "Future[Any]":
-        """The future result. The deadline runs from the moment the function begins, not while the call is queued.
-
-        The future ends with the result or a `CallError`. Cancelling it takes it from the queue or kills its process.
-        """
-        if timeout_seconds <= 0:
-            raise ValueError(f"timeout_seconds must be > 0, got {timeout_seconds}")
-        packed = function if isinstance(function, PackedFunction) else PackedFunction.of(function)
-        call = PoolCall(packed, packed.pack_arguments(args, kwargs or {}), timeout_seconds)
-        self._crew.add(call)
-        return call.future
-
-    async def run(
-        self,
-        function: Callable[..., Any] | PackedFunction,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-        *,
-        timeout_seconds: float,
-    ) -> Any:
-        """`submit`, awaited. Cancelling it cancels the call."""
-        inbox = self._inboxes.setdefault(asyncio.get_running_loop(), LoopInbox())
-        return await inbox.result(self.submit(function, args, kwargs, timeout_seconds=timeout_seconds))
-
-    def pids(self) -> list[int]:
-        """The worker processes that live now."""
-        return self._crew.pids()
-
-    def close(self) -> None:
-        """Kill every worker process and fail what is queued or running; harmless when repeated."""
-        self._finalizer()
-
-    def __enter__(self) -> "ProcessPool":
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
-
-_LEAST_MEMORY_BYTES = 2 << 30
-
-
 class SharedPools:
+    """The pools of this process, one for each size and limits, made when first asked for."""
+
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._pools: dict[tuple[int, int | None, Limits | None], ProcessPool] = {}
 
     def get(self, size: int | None = None, limits: Limits | None = None) -> ProcessPool:
         """The pool of this size (default: one process per usable core) and these limits (default: a fair share)."""
-        # A fork inherits this object but none of the threads behind its pools, hence the process id.
+        # A fork inherits this object but not the threads of its pools, hence the process id.
         pid = os.getpid()
         with self._lock:
             pool = self._pools.get((pid, size, limits))
             if pool is None:
                 number = size or usable_cores()
-                full = (pid, number, limits or fair_limits(number))
+                full = (pid, number, limits or _fair_limits(number))
                 pool = self._pools.get(full) or ProcessPool(*full[1:])
                 self._pools[full] = self._pools[pid, size, limits] = pool
             return pool
 
 
-def fair_limits(size: int) -> Limits:
+def _fair_limits(size: int) -> Limits:
     """Half of the machine's memory divided among `size` processes, but at least 2 GiB each; CPU time unlimited."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Limits(memory_bytes=max(_LEAST_MEMORY_BYTES, total // 2 // size))
 
 
 SHARED: Final = SharedPools()
+"""One object for the whole process on purpose: what wants a pool is made by user code and by unpickling, where no pool
+could be passed in, and what a pool rations (cores, memory) belongs to the process as well. It holds nothing until the
+first call, and its pools end with the interpreter."""

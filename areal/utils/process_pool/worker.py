@@ -1,7 +1,7 @@
 """What runs inside a worker process of `ProcessPool`: keep functions, call one at a time, answer in frames.
 
-It owns the process's limits and its end with the parent's. It refuses to decide about deadlines: the parent kills it.
-Nothing heavy is imported here, so that a killed worker is replaced in a tenth of a second.
+It applies the process's limits and ends with the parent. It does not enforce deadlines: the parent kills it. Nothing
+heavy is imported here, so that a killed worker is replaced in a tenth of a second.
 """
 
 import ctypes
@@ -20,23 +20,22 @@ from typing import Any
 from areal.utils.process_pool.channel import (
     DIGEST_BYTES,
     EXHAUSTED_STATUS,
+    Claims,
     PoolChannel,
     PoolChannelClosed,
     PoolFrame,
-    Tickets,
 )
 
 _PR_SET_PDEATHSIG = 1
 
 Reply = tuple[PoolFrame, bytes]
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def main(channel_fd: int, tickets_fd: int, memory_bytes: int, cpu_seconds: float) -> None:
+def main(channel_fd: int, claims_fd: int, memory_bytes: int, cpu_seconds: float) -> None:
     """Serve the parent at `channel_fd` until it goes away; a limit of 0 is none."""
     _die_with_parent()
     _die_before_others()
-    for descriptor in (channel_fd, tickets_fd):
+    for descriptor in (channel_fd, claims_fd):
         os.set_inheritable(descriptor, False)
         # A fork that a function made must neither answer in our place nor keep the channel open after our end.
         os.register_at_fork(after_in_child=lambda descriptor=descriptor: os.close(descriptor))
@@ -45,21 +44,21 @@ def main(channel_fd: int, tickets_fd: int, memory_bytes: int, cpu_seconds: float
     if memory_bytes:
         # Not RLIMIT_AS, which counts mapped libraries and reservations too: importing a GPU framework would exceed it.
         _limit(resource.RLIMIT_DATA, memory_bytes)
-    worker = PoolWorker(PoolChannel(socket.socket(fileno=channel_fd)), Tickets(tickets_fd), cpu_seconds)
+    worker = PoolWorker(PoolChannel(socket.socket(fileno=channel_fd)), Claims(claims_fd), cpu_seconds)
     try:
         worker.serve()
     except MemoryError:
         os._exit(EXHAUSTED_STATUS)
-    # Not a return: interpreter exit would wait for threads that the user's functions left behind.
+    # Not a return: interpreter exit would wait for threads that the user's functions left running.
     os._exit(0)
 
 
 class PoolWorker:
-    """A MemoryError ends it: what else in the process went without memory, nobody can tell."""
+    """A MemoryError ends it, because no one can tell what else in the process went without memory."""
 
-    def __init__(self, channel: PoolChannel, tickets: Tickets, cpu_seconds: float) -> None:
+    def __init__(self, channel: PoolChannel, claims: Claims, cpu_seconds: float) -> None:
         self._channel = channel
-        self._tickets = tickets
+        self._claims = claims
         self._cpu_seconds = cpu_seconds
         self._functions: dict[bytes, Callable[..., Any]] = {}
 
@@ -88,17 +87,20 @@ class PoolWorker:
 
     def _run(self, body: bytes) -> None:
         function = self._functions[body[:DIGEST_BYTES]]
-        batch = [_unpack(arguments) for arguments in pickle.loads(memoryview(body)[DIGEST_BYTES:])]
-        self._channel.send(PoolFrame.STARTED)
-        for number, arguments in enumerate(batch):
-            if number and not self._tickets.take(1):
-                return
+        for arguments in pickle.loads(memoryview(body)[DIGEST_BYTES:]):
+            if not self._claims.take(1):
+                break
             self._channel.send(*self._call(function, arguments))
+        self._channel.send(PoolFrame.DONE)
 
-    def _call(self, function: Callable[..., Any], arguments: Arguments | bytes) -> Reply:
-        if isinstance(arguments, bytes):
-            return PoolFrame.UNLOADABLE, arguments
-        args, kwargs = arguments
+    def _call(self, function: Callable[..., Any], arguments: bytes) -> Reply:
+        try:
+            args, kwargs = pickle.loads(arguments)
+        except MemoryError:
+            raise
+        except BaseException as error:
+            return PoolFrame.UNLOADABLE, _describe(error)
+        self._channel.send(PoolFrame.STARTED)
         try:
             with _cpu_limit(self._cpu_seconds):
                 return PoolFrame.RESULT, _pack_result(function(*args, **kwargs))
@@ -106,17 +108,6 @@ class PoolWorker:
             raise
         except BaseException as error:  # sys.exit() in a function is its own failure, not this process's end
             return PoolFrame.FAILED, _describe(error)
-
-
-def _unpack(packed: bytes) -> Arguments | bytes:
-    """The arguments of a call, or what is wrong with them: that is said at its turn, not its mates'."""
-    try:
-        arguments: Arguments = pickle.loads(packed)
-    except MemoryError:
-        raise
-    except BaseException as error:
-        return _describe(error)
-    return arguments
 
 
 def _pack_result(result: Any) -> bytes:
@@ -148,7 +139,7 @@ def _die_with_parent() -> None:
 
 def _die_before_others() -> None:
     """Where memory escapes our limit (shared memory, many sub-processes), let a full machine kill this first."""
-    # Not Linux, or not permitted: the limit still stands.
+    # Not Linux, or not permitted: the limit is there all the same.
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
         score.write("1000")
 

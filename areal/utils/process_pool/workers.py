@@ -1,290 +1,89 @@
-"""Calls that wait for a process, and how many of them are worth sending together.
+"""The queue of a `ProcessPool`, and its threads, each of which owns one worker process.
 
-Quick calls of one function travel together, as many as take about ten milliseconds; a call that takes longer, or whose
-pace is not known yet, travels alone. Nothing is kept back to fill a batch, and no process gets more than its share of
-what is queued. Not for several threads at once.
+A thread starts, serves and replaces its process. It sends several calls of one function at a time, which run one after
+the other: a round trip for each would cost more than a small call.
+
+Invariants:
+- A call is settled or put back into the queue, exactly once for each time it was taken; one that began is never put
+  back, so no call runs twice.
+- A call that hangs, crashes or is slow costs those that were sent with it a moment: what has not begun by then goes to
+  another process.
+- A process ends with its thread at the latest; until then it is in `Workers._children`.
 """
 
-# MERGED-DOC
-# Calls of one function that were sent to one worker process together, and run there one after the other.
-#
-# Invariant: every call is settled, returned as failed, or given back, exactly once; none that began is given back. A call
-# that hangs or ends the process costs the others a moment: what has finished is settled as it arrives, and what has not
-# begun is taken from the process and given back.
-# The threads and processes behind a `ProcessPool`: a queue, and owners that each keep one worker process.
-#
-# Each process is started, waited for and replaced by the one thread that owns it. Processes start when there is work, and
-# one that dies is replaced at once.
-
 import os
-import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from typing import Any
 
 from areal.utils.logging import getLogger
-from areal.utils.process_pool.calls import (
-    CallCrashed,
-    CallError,
-    CallExhausted,
-    CallFailed,
-    CallTimeout,
-    LoadFailed,
-    PackedFunction,
-    PoolCall,
-    PoolClosed,
-)
-from areal.utils.process_pool.channel import EXHAUSTED_STATUS, PoolChannelClosed
+from areal.utils.process_pool.calls import CallCrashed, CallError, CallFailed, PackedFunction, PoolCall, PoolClosed
+from areal.utils.process_pool.channel import PoolChannelClosed
 from areal.utils.process_pool.child import Child, Limits
 
-_BATCH_SECONDS = 0.01
-_BATCH_CALLS = 64
-_BATCH_BYTES = 1 << 18
-_MAX_PACES = 1024
-_NEWEST_WEIGHT = 0.5
-
-
-class CallQueue:
-    def __init__(self, processes: int) -> None:
-        self._processes = processes
-        self._calls: deque[PoolCall] = deque()
-        self._paces: dict[bytes, float] = {}
-
-    def __len__(self) -> int:
-        return len(self._calls)
-
-    def append(self, call: PoolCall) -> None:
-        self._calls.append(call)
-
-    def put_back(self, calls: list[PoolCall]) -> None:
-        self._calls.extendleft(reversed(calls))
-
-    def clear(self) -> list[PoolCall]:
-        calls = list(self._calls)
-        self._calls.clear()
-        return calls
-
-    def note_pace(self, call: PoolCall, seconds: float) -> None:
-        digest = call.function.digest
-        if len(self._paces) >= _MAX_PACES:
-            self._paces.clear()
-        before = self._paces.get(digest, seconds)
-        self._paces[digest] = before + _NEWEST_WEIGHT * (seconds - before)
-
-    def cut(self) -> list[PoolCall]:
-        """The calls for one process, from the front; those cancelled meanwhile are dropped."""
-        batch: list[PoolCall] = []
-        room, room_bytes = 1, _BATCH_BYTES
-        while self._calls and len(batch) < room:
-            call = self._calls[0]
-            if batch and not (_alike(call, batch[0]) and len(call.body) <= room_bytes):
-                break
-            self._calls.popleft()
-            if call.future.cancelled():
-                call.settle()
-                continue
-            if not batch:
-                room = self._room(call)
-            batch.append(call)
-            room_bytes -= len(call.body)
-        return batch
-
-    def _room(self, call: PoolCall) -> int:
-        pace = self._paces.get(call.function.digest)
-        if pace is None or call.alone:
-            return 1
-        share = -(-(len(self._calls) + 1) // self._processes)
-        return max(1, min(_BATCH_CALLS, share, int(_BATCH_SECONDS / max(pace, 1e-9))))
-
-
-def _alike(call: PoolCall, other: PoolCall) -> bool:
-    return not call.alone and call.function.digest == other.function.digest
-
-
-_PATIENCE_SECONDS = 0.05
-"""How long one call may take before those behind it are given to another process."""
-
-Failed = list[tuple[PoolCall, CallError]]
-
-
-class NotStarted(Exception):
-    """The process ended, or took too long, before the first call began."""
-
-    def __init__(self, failure: CallError) -> None:
-        super().__init__(str(failure))
-        self.failure = failure
-        """What that means for a call that was sent alone."""
-
-
-class Batch:
-    def __init__(self, child: Child, calls: list[PoolCall], give_back: Callable[[list[PoolCall]], None]) -> None:
-        self._child = child
-        self._calls = calls
-        self._give_back = give_back
-        self._replies = 0
-        self._end = len(calls)
-        """Calls from here on were given back."""
-        self._certain = len(calls) == 1
-        """Whether all calls before `_end` are known to have begun."""
-        self._started = self._began = 0.0
-        """When the first call began, and when the one did that runs now."""
-
-    @property
-    def seconds_per_call(self) -> float | None:
-        """Of the calls that came to an end; None if none did."""
-        return (self._began - self._started) / self._replies if self._replies else None
-
-    def run(self, load_seconds: float) -> Failed:
-        """Settle the calls that return or raise. Returns those that ended otherwise, for the caller to settle."""
-        if self._certain:
-            self._calls[0].enter(self._child)
-        try:
-            self._begin(load_seconds)
-            return self._finish()
-        except LoadFailed as error:
-            return [(call, error) for call in self._calls]
-        except NotStarted:
-            raise
-        except Exception as error:  # whatever a process that lost its mind can answer: nobody may wait for ever
-            self._child.usable = False
-            self._take_back()
-            failure = CallCrashed(f"{self._calls[0].function.name} left its process without sense: {error!r}")
-            return [(call, failure) for call in self._calls[self._replies : self._end]]
-        finally:
-            self._calls[self._end - 1].leave()
-
-    def _begin(self, load_seconds: float) -> None:
-        function = self._calls[0].function
-        deadline = time.monotonic() + load_seconds
-        try:
-            self._child.begin(function, [call.body for call in self._calls], deadline)
-        except PoolChannelClosed:
-            raise NotStarted(how_it_ended(self._child, f"loading {function.name}")) from None
-        except TimeoutError:
-            self._child.usable = False
-            text = f"{function.name} and its arguments took over {load_seconds:g} s to load"
-            raise NotStarted(CallTimeout(text)) from None
-
-    def _finish(self) -> Failed:
-        self._started = self._began = time.monotonic()
-        while self._replies < self._end:
-            call = self._calls[self._replies]
-            try:
-                self._settle_next(call)
-            except TimeoutError:
-                self._child.usable = False
-                return [(call, CallTimeout(f"{call.function.name} was killed after {call.timeout_seconds:g} s"))]
-            except PoolChannelClosed:
-                self._take_back()
-                failure = how_it_ended(self._child, call.function.name)
-                # If it died between two calls, it was none's doing.
-                return [(call, failure)] if self._replies < self._end else []
-        return []
-
-    def _settle_next(self, call: PoolCall) -> None:
-        deadline = self._began + call.timeout_seconds
-        if self._replies == self._end - 1:
-            self._certain = True
-            call.enter(self._child)
-        if not self._certain:
-            try:
-                return self._settle(call, min(deadline, self._began + _PATIENCE_SECONDS))
-            except TimeoutError:
-                return self._take_back()
-        return self._settle(call, deadline)
-
-    def _settle(self, call: PoolCall, deadline: float) -> None:
-        try:
-            result, failure = self._child.reply(call.function, deadline), None
-        except CallFailed as error:
-            result, failure = None, error
-        self._replies += 1
-        self._began = time.monotonic()
-        call.leave()
-        call.settle(result, failure)
-
-    def _take_back(self) -> None:
-        self._certain = True
-        if count := self._child.take_back():
-            self._end -= count
-            self._give_back(self._calls[self._end :])
-
-
-def how_it_ended(child: Child, what: str) -> CallCrashed:
-    status = child.end()
-    if status == EXHAUSTED_STATUS:
-        return CallExhausted(f"{what} needs more memory than its process may have")
-    if status is None:
-        return CallCrashed(f"{what} left process {child.pid}, which does not end when killed")
-    # Real-time signals have no names.
-    names = {known.value: known.name for known in signal.Signals}
-    how = f"exit status {status}" if status >= 0 else f"killed by {names.get(-status, f'signal {-status}')}"
-    return CallCrashed(f"{what} ended its process: {how}")
-
-
+_MAX_CALLS = 64
+_MAX_BYTES = 1 << 18
+"""How much is sent to a process at once; one call may be larger."""
+_TURN_SECONDS = 0.02
+"""Calls that were sent together and have not begun after this time go to another process."""
 _JOIN_SECONDS = 15.0
 
 
 class Workers:
-    """The queue, the threads and their processes. Invariant: every live process is in `_children` unless closed."""
+    """The threads start on demand, at most `size`."""
 
     def __init__(self, size: int, limits: Limits, load_seconds: float) -> None:
-        self.load_seconds = load_seconds
         self._size = size
         self._limits = limits
+        self._load_seconds = load_seconds
         # Re-entrant, because the garbage collector may close the pool in a thread that holds it.
         self._lock = threading.RLock()
         self._wake = threading.Condition(self._lock)
-        self._queue = CallQueue(size)
+        self._queue: deque[PoolCall] = deque()
         self._waiting = 0
         self._threads: list[threading.Thread] = []
         self._children: set[Child] = set()
-        self._closed = False
         self._owner = os.getpid()
+        self.closed = False
 
     def add(self, call: PoolCall) -> None:
         with self._lock:
-            if self._closed:
+            if self.closed:
                 raise PoolClosed(f"{call.function.name} was submitted to a closed process pool; make another")
             self._queue.append(call)
-            self._staff()
+            self._wake_for(1)
 
-    def give_back(self, calls: list[PoolCall]) -> None:
+    def put_back(self, calls: list[PoolCall]) -> None:
         """Calls that were taken and did not begin, to be run before all others."""
         with self._lock:
-            if not self._closed:
-                self._queue.put_back(calls)
-                self._staff()
+            if not self.closed:
+                self._queue.extendleft(reversed(calls))
+                self._wake_for(len(calls))
                 return
         _refuse(calls)
 
-    def take(self) -> list[PoolCall]:
-        """The next calls for one process; none when the pool closes."""
+    def take(self) -> deque[PoolCall]:
+        """The next calls for one process, all of one function; none when the pool closes."""
         with self._wake:
-            while not self._closed:
-                if calls := self._queue.cut():
+            while not self.closed:
+                if calls := self._next():
                     return calls
                 self._waiting += 1
                 self._wake.wait()
                 self._waiting -= 1
-            return []
+            return deque()
 
-    def note_pace(self, call: PoolCall, seconds: float) -> None:
-        """How long calls like this one take; decides how many are sent together."""
+    def start_child(self) -> Child:
+        child = Child(self._limits, self._load_seconds)
         with self._lock:
-            self._queue.note_pace(call, seconds)
-
-    def hire(self) -> Child:
-        child = Child(self._limits)
-        with self._lock:
-            if not self._closed:
+            if not self.closed:
                 self._children.add(child)
                 return child
         child.end()
         raise PoolClosed("the process pool was closed")
 
-    def dismiss(self, child: Child) -> None:
+    def end_child(self, child: Child) -> None:
         child.end()
         with self._lock:
             self._children.discard(child)
@@ -293,107 +92,166 @@ class Workers:
         with self._lock:
             return sorted(child.pid for child in self._children if child.alive())
 
-    @property
-    def closed(self) -> bool:
-        return self._closed
-
     def close(self) -> None:
         if os.getpid() != self._owner:
             return  # a fork's copy: the processes are the original's
         with self._lock:
-            self._closed = True
+            self.closed = True
             for child in self._children:
                 child.kill()
-            queued = self._queue.clear()
+            queued = list(self._queue)
+            self._queue.clear()
             self._wake.notify_all()
         _refuse(queued)
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(_JOIN_SECONDS)
 
-    def _staff(self) -> None:
-        """See to it that someone takes what is queued."""
+    def _wake_for(self, count: int) -> None:
         if len(self._queue) > self._waiting and len(self._threads) < self._size:
             # A daemon, because a thread that waits for work must not keep the interpreter alive; the pool's finalizer
             # ends it.
-            thread = threading.Thread(target=WorkerThread(self).work, name="process-pool", daemon=True)
+            thread = threading.Thread(target=_WorkerThread(self).work, name="process-pool", daemon=True)
             thread.start()
             self._threads.append(thread)
-        self._wake.notify(len(self._queue))
+        self._wake.notify(count)
+
+    def _next(self) -> deque[PoolCall]:
+        """Half of a process's share of the queue, so that none is left with much work when the others have finished."""
+        calls: deque[PoolCall] = deque()
+        room = min(_MAX_CALLS, -(-len(self._queue) // (2 * self._size)))
+        room_bytes = _MAX_BYTES
+        while self._queue and len(calls) < room:
+            call = self._queue[0]
+            if calls and (call.function.digest != calls[0].function.digest or len(call.arguments) > room_bytes):
+                break
+            self._queue.popleft()
+            if call.future.cancelled():
+                call.settle()
+                continue
+            calls.append(call)
+            room_bytes -= len(call.arguments)
+        return calls
 
 
-class WorkerThread:
+class _NoneBegan(Exception):
+    """The process ended before the first of the calls began."""
+
+    def __init__(self, failure: CallCrashed) -> None:
+        super().__init__(str(failure))
+        self.failure = failure
+
+
+class _WorkerThread:
     """A thread and the one process it owns."""
 
-    def __init__(self, crew: Workers) -> None:
-        self._crew = crew
+    def __init__(self, workers: Workers) -> None:
+        self._workers = workers
         self._child: Child | None = None
 
     def work(self) -> None:
-        while calls := self._crew.take():
+        while calls := self._workers.take():
             self._serve(calls)
             del calls  # the results that these hold belong to whoever waits for them
-        self._drop()
+        self._end_child()
 
-    def _serve(self, calls: list[PoolCall]) -> None:
-        failed = self._run(calls)
+    def _serve(self, calls: deque[PoolCall]) -> None:
+        function = calls[0].function
+        failure = self._run(calls, function)
         # Before settling, so that whoever sees a failure finds the pool at its full size.
-        self._heal(calls[0].function)
-        for call, failure in failed:
-            if self._crew.closed:
-                failure = PoolClosed(f"{call.function.name} was running when its process pool was closed")
+        self._replace_child()
+        for call in calls:
+            if self._workers.closed:
+                failure = PoolClosed(f"{function.name} was running when its process pool was closed")
             call.settle(error=failure)
 
-    def _run(self, calls: list[PoolCall]) -> Failed:
+    def _run(self, calls: deque[PoolCall], function: PackedFunction) -> CallError | None:
+        """Remove the calls that are settled or put back; those that are left end with the failure it returns."""
         try:
-            return self._run_in_child(calls)
-        except NotStarted as error:
-            return self._not_started(calls, error.failure)
-        except PoolClosed as error:
-            return [(call, error) for call in calls]
+            try:
+                self._run_in_child(calls, function)
+            except _NoneBegan:  # an idle process may have died by itself; a new one leaves no doubt
+                self._replace_child()
+                self._run_in_child(calls, function)
+        except CallError as error:
+            return error
+        except _NoneBegan as error:
+            return error.failure
         except OSError as error:
-            text = f"{calls[0].function.name} never began: no worker process could be started ({error})"
-            return [(call, CallCrashed(text)) for call in calls]
+            return CallCrashed(f"{function.name} never began: no worker process could be started ({error})")
+        return None
 
-    def _run_in_child(self, calls: list[PoolCall]) -> Failed:
-        child = self._child = self._child or self._crew.hire()
-        batch = Batch(child, calls, self._crew.give_back)
-        failed = batch.run(self._crew.load_seconds)
-        if batch.seconds_per_call is not None:
-            self._crew.note_pace(calls[0], batch.seconds_per_call)
-        return failed
+    def _run_in_child(self, calls: deque[PoolCall], function: PackedFunction) -> None:
+        child = self._child = self._child or self._workers.start_child()
+        sent = len(calls)
+        try:
+            self._let_cancel_kill(child, calls)
+            child.begin(calls)
+            turn_ends = time.monotonic() + _TURN_SECONDS
+            while calls:
+                self._settle_first(child, calls, turn_ends)
+            child.finish(function)
+        except PoolChannelClosed:
+            unbegun = child.take_back()
+            if unbegun == sent:
+                raise _NoneBegan(child.crash(f"loading {function.name}")) from None
+            self._put_back(calls, unbegun)
+            failure = child.crash(function.name)
+            if calls:  # else it died between two calls
+                raise failure from None
+        except CallError:
+            raise
+        except Exception as error:  # a broken process may answer anything, and no caller may wait for ever
+            child.usable = False
+            self._put_back(calls, child.take_back())
+            raise CallCrashed(f"{function.name} broke its process: {error!r}") from error
+        finally:
+            for call in calls:
+                call.kill_on_cancel(None)
 
-    def _not_started(self, calls: list[PoolCall], failure: CallError) -> Failed:
-        """An idle process may have died by itself, and of many calls any may be the cause: each is tried again, alone.
+    def _settle_first(self, child: Child, calls: deque[PoolCall], turn_ends: float) -> None:
+        result, failure = None, None
+        try:
+            result = self._first_result(child, calls, turn_ends)
+        except CallFailed as error:
+            failure = error
+        call = calls.popleft()
+        call.kill_on_cancel(None)
+        call.settle(result, failure)
 
-        A call that was tried alone, or is to blame for sure, has failed.
-        """
-        if len(calls) == 1 and (calls[0].alone or isinstance(failure, CallTimeout | CallExhausted)):
-            return [(calls[0], failure)]
-        for call in calls:
-            call.alone = True
-        self._crew.give_back(calls)
-        return []
+    def _first_result(self, child: Child, calls: deque[PoolCall], turn_ends: float) -> Any:
+        if len(calls) > 1:
+            try:
+                return child.result(calls[0], turn_ends)
+            except TimeoutError:
+                self._put_back(calls, child.take_back(len(calls) - 1))
+        self._let_cancel_kill(child, calls)
+        return child.result(calls[0])
 
-    def _heal(self, function: PackedFunction) -> None:
-        """Replace a process that is of no use before the next call needs it."""
+    def _let_cancel_kill(self, child: Child, calls: deque[PoolCall]) -> None:
+        """A call may take its process down only if it has it for itself."""
+        if len(calls) == 1:
+            calls[0].kill_on_cancel(child)
+
+    def _put_back(self, calls: deque[PoolCall], count: int) -> None:
+        if count:
+            self._workers.put_back([calls.pop() for _ in range(count)][::-1])
+
+    def _replace_child(self) -> None:
+        """End a process that is of no use and start another, before the next call needs it."""
         if self._child is None or self._child.usable:
             return
-        was_loaded = self._child.knows(function)
-        self._drop()
+        self._end_child()
         try:
-            self._child = self._crew.hire()
+            self._child = self._workers.start_child()
         except PoolClosed:
             return
         except OSError as error:
             getLogger("process_pool").warning("a worker process could not be replaced yet: %s", error)
-            return
-        if was_loaded:  # else it may be what ended the process
-            self._child.warm(function, time.monotonic() + self._crew.load_seconds)
 
-    def _drop(self) -> None:
+    def _end_child(self) -> None:
         if self._child is not None:
-            self._crew.dismiss(self._child)
+            self._workers.end_child(self._child)
             self._child = None
 
 
