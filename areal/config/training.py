@@ -1,5 +1,5 @@
-"""The model that is trained and how it is optimised, and what happens around the steps: evaluation, checkpoints, recovery,
-placement.
+"""The model that is trained and how it is optimised, and what happens around the steps: evaluation, checkpoints, recovery
+and placement.
 """
 
 from dataclasses import dataclass, field
