@@ -26,11 +26,13 @@ class EngineProcess:
 
 
 @asynccontextmanager
-async def engine_process(model: Path, log: Path) -> AsyncIterator[EngineProcess]:
+async def engine_process(
+    model: Path, log: Path, program: tuple[str, ...] = ("-m", "areal.engine.inference.server")
+) -> AsyncIterator[EngineProcess]:
     scheduler, listener = LocalScheduler(), DriverListener(api_wire())
     await listener.open()
     try:
-        argv = [sys.executable, "-m", "areal.engine.inference.server", str(model)]
+        argv = [sys.executable, *program, str(model)]
         # One thread: a test's process shares the machine with the tests.
         env = listener.env | {"OMP_NUM_THREADS": "1", "PYTHONPATH": ":".join(path for path in sys.path if path)}
         placement = await scheduler.start(Command("engine", argv, log, env))

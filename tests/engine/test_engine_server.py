@@ -4,9 +4,11 @@ import asyncio
 import os
 import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from engine_kinds import until
 from engine_process import engine_process
 from tiny_models import write_model
 
@@ -32,6 +34,37 @@ async def test_a_server_without_its_model_ends_with_the_reason(tmp_path: Path) -
     with pytest.raises(ProcessDied, match=r"engine \(pid \d+\) exited with code 1: .*no model at"):
         async with engine_process(tmp_path / "gone", tmp_path / "log"):
             pass
+
+
+async def test_a_server_whose_engine_has_failed_ends_with_the_cause(model: Path, tmp_path: Path) -> None:
+    program = (str(Path(__file__).with_name("failing_server.py")),)
+    async with engine_process(model, tmp_path / "log", program) as process:
+        engine = await process.connect()
+        socket = process.arrival.info["address"].removeprefix("unix:")
+        with pytest.raises(EngineError, match=r"out of memory|is gone"):
+            await asyncio.wait_for(engine.agenerate(REQUEST), 30)
+        assert await asyncio.wait_for(process.placement.wait(), 30) == 1
+        assert (
+            "exited with code 1: the engine failed: RuntimeError('out of memory')" in process.placement.describe_exit()
+        )
+        assert not exists(os.path.dirname(socket))
+
+
+async def test_clients_that_hang_up_at_any_moment_leave_the_server_to_the_others(model: Path, tmp_path: Path) -> None:
+    short = replace(REQUEST, gconfig=REQUEST.gconfig.new(max_new_tokens=40))
+    async with engine_process(model, tmp_path / "log") as process:
+        stays = await process.connect()
+        expected = (await asyncio.wait_for(stays.agenerate(short), 30)).output_tokens
+        for _ in range(10):
+            leaves = await process.connect()
+            left = [asyncio.create_task(leaves.agenerate(short)) for _ in range(10)]
+            waits = [asyncio.create_task(stays.agenerate(short)) for _ in range(3)]
+            await asyncio.wait_for(asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED), 30)
+            await leaves.aclose()
+            await asyncio.gather(*left, return_exceptions=True)
+            answers = await asyncio.wait_for(asyncio.gather(*waits), 30)
+            assert [answer.output_tokens for answer in answers] == [expected] * 3
+        await until(stays, running=0, waiting=0)
 
 
 async def test_a_killed_server_fails_the_calls_that_wait_for_it(model: Path, tmp_path: Path) -> None:

@@ -8,10 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from areal.api.errors import RequestError
 from areal.api.messages import Array
 from areal.engine.inference.sampler import SamplingParams
-from areal.engine.inference.sequence import SequenceState
+from areal.engine.inference.sequence import PROCESS_ENDS, SequenceState
 
 
 class RunningBatch:
@@ -83,9 +82,10 @@ class RunningBatch:
         for row, sequence in enumerate(self.sequences):
             try:
                 mask = sequence.banned(logits.shape[1])
-            except RequestError as error:
-                if not sequence.done.done():
-                    sequence.done.set_exception(error)
+            except PROCESS_ENDS:
+                raise
+            except BaseException as error:
+                sequence.fail(error)
                 continue
             if mask is not None:
                 rows.append(row)

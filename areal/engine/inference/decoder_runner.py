@@ -55,7 +55,8 @@ class DecoderRunner:
         self.decoder = decoder
         a = self._architecture = decoder.architecture
         self._computing = decoder if dtype == decoder.flat.dtype else Decoder(a, decoder.flat.to(dtype))
-        self._cache = KeyValueCache(CacheShape(a.num_layers, a.num_kv_heads, a.head_dim, dtype), a.max_positions)
+        self._cache_shape = CacheShape(a.num_layers, a.num_kv_heads, a.head_dim, dtype)
+        self._cache = KeyValueCache(self._cache_shape, a.max_positions)
         self._matrices = Matrices([p for p in self._computing.parameters.values() if p.dim() > 1])
         self._prefixes = PrefixTree(
             int(PREFIX_MEMORY_SHARE * _memory_bytes()) if prefix_bytes is None else prefix_bytes
@@ -109,6 +110,12 @@ class DecoderRunner:
     def move(self, source: int, target: int, length: int) -> None:
         self._cache.move(source, target)
         self._shared.move(source, target)
+
+    def reset(self) -> None:
+        self._cache = KeyValueCache(self._cache_shape, self.max_positions)
+        self._prefixes.clear()
+        self._shared = SharedPrefixes(SHORTEST_PREFIX)
+        self._seen_version = -1
 
     def cached_tokens(self, ids: list[int]) -> int:
         if len(ids) <= SHORTEST_PREFIX or not self._prefixes.budget_bytes:

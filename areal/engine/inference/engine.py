@@ -11,24 +11,28 @@ Invariants:
   stall other requests.
 - After a weight swap running sequences join again: their tokens are recomputed under the new weights before the next
   one is drawn, so a token's log-prob is exactly that of the version recorded with it.
+- A failure costs the request that caused it. After a step that failed for all, everything is computed again in an empty
+  cache, and those that joined in that step join one at a time: who makes a step fail alone is at fault. The engine
+  itself is at fault, and ends, when it cannot compute a single token any more.
 """
 
 import asyncio
+import math
 import time
 from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import torch
 
 from areal.api.engine_api import EngineHealth, WeightUpdate
-from areal.api.errors import EngineError, RequestError
+from areal.api.errors import EngineError
 from areal.api.io_struct import ModelRequest, ModelResponse, StopReason, TokenChunk
 from areal.engine.inference.grammar import GrammarCompiler
-from areal.engine.inference.model_runner import MixedRunner, ModelRunner, WholePrompts
+from areal.engine.inference.model_runner import MixedRunner, ModelRunner, Piece, WholePrompts
 from areal.engine.inference.sampler import sample
 from areal.engine.inference.scheduler import StepScheduler
-from areal.engine.inference.sequence import SequenceState
+from areal.engine.inference.sequence import PROCESS_ENDS, SequenceState
 from areal.engine.model.weights import PublishedWeights, digest
 from areal.utils.logging import getLogger
 
@@ -36,6 +40,16 @@ logger = getLogger("engine")
 
 SMALL_WEIGHTS = 1 << 22
 """Fewer parameters than these are checked sooner than a thread would begin to."""
+MAX_FAILURES = 3
+"""Failed steps in a row, after each of which a single token could not be computed either: then the engine ends."""
+MAX_FAILURES_ALONE = 2
+"""Failed steps that a request may be the only suspect of; it fails with the last of them."""
+MAX_FAILURES_TOGETHER = 4
+"""The same where others are suspected with it."""
+
+_NOTHING = torch.empty(0, dtype=torch.int64)
+_IMPOSSIBLE = -math.inf
+"""The log-prob of a token that cannot be drawn."""
 
 
 class EmbeddedEngine:
@@ -44,6 +58,10 @@ class EmbeddedEngine:
     def __init__(self, runner: ModelRunner, tokenizer: Any = None, *, version: int = 0, max_running: int = 256) -> None:
         """`tokenizer` is needed for stop texts and grammars only."""
         self.tokens_generated = 0
+        self.failure: str | None = None
+        """Why the engine has failed for good; None while it has not."""
+        self.on_failure: Callable[[], None] = lambda: None
+        """Called when it has."""
         self._runner = runner
         self._mixed = runner if isinstance(runner, MixedRunner) else WholePrompts(runner)
         self._scheduler = StepScheduler(self._mixed, max_running)
@@ -58,6 +76,8 @@ class EmbeddedEngine:
         self._paused = False
         self._ended: str | None = None
         """Why the engine serves no requests any more."""
+        self._failed_steps = 0
+        """In a row."""
         self._activity = _Activity()
         self._pauses: list[float] = []
         self._pause_began: float | None = None
@@ -161,11 +181,43 @@ class EmbeddedEngine:
                 continue
             try:
                 self._step()
-            except Exception as error:
+                self._failed_steps = 0
+            except PROCESS_ENDS:
+                raise
+            except BaseException as error:
                 logger.exception("a decode step failed")
-                self._end(f"the engine failed: {error!r}")
-                return
+                self._recover(error)
+                if self.failure is not None:
+                    return
             await asyncio.sleep(0)
+
+    def _recover(self, error: BaseException) -> None:
+        """Go on after a failed step, without the requests that are at fault for it."""
+        self._failed_steps += 1
+        suspects = self._scheduler.start_over()
+        if not self._computes_one_token() or not suspects:
+            if self._failed_steps >= MAX_FAILURES:
+                self.failure = f"the engine failed: {error!r}"
+                self._end(self.failure)
+                self.on_failure()
+            return
+        for sequence in suspects:
+            sequence.failures += 1
+            if sequence.failures >= (MAX_FAILURES_ALONE if len(suspects) == 1 else MAX_FAILURES_TOGETHER):
+                sequence.fail(error)
+
+    def _computes_one_token(self) -> bool:
+        """Whether the runner works: on a prompt of one token, in a cache that is empty before and after it."""
+        try:
+            self._runner.reset()
+            self._mixed.forward(_NOTHING, _NOTHING, [Piece([0], [0], 0, 1)])
+            self._runner.reset()
+        except PROCESS_ENDS:
+            raise
+        except BaseException:
+            logger.exception("not even one token can be computed")
+            return False
+        return True
 
     def _step(self) -> None:
         """One token for every running sequence and for those whose prompts are complete now."""
@@ -188,10 +240,19 @@ class EmbeddedEngine:
         batch = self._scheduler.running
         if not batch:
             return
-        params, simple = batch.params, batch.simple
+        params, simple, all_drawn = batch.params, batch.simple, True
         banned = None if simple else batch.banned(logits)
         tokens, logprobs = sample(logits, params, batch.counts, banned)
         for sequence, token, logprob in zip(batch.sequences, tokens, logprobs, strict=True):
+            if not logprob > _IMPOSSIBLE:  # so that it holds for NaN too
+                sequence.fail(
+                    EngineError(
+                        "the model gives this request no token that can be drawn: its logits are NaN "
+                        "or infinite; look at the weights, or at what the prompt holds"
+                    )
+                )
+                all_drawn = False
+                continue
             if not (simple or sequence.simple):
                 self._append(sequence, token, logprob)
                 continue
@@ -203,25 +264,31 @@ class EmbeddedEngine:
                 self._finish(sequence, "length")
         batch.grow(tokens)
         self.tokens_generated += len(tokens)
-        self._scheduler.remove_ended()
+        if all_drawn:
+            self._scheduler.remove_ended()
+            return
+        # What is not a number stays in the cache, where it would reach the next owner of its place.
+        self._scheduler.start_over()
+        self._runner.reset()
 
     def _append(self, sequence: SequenceState, token: int, logprob: float) -> None:
         """The same for a sequence that asks for more than a length and stop tokens."""
-        if sequence.done.done():
-            self._scheduler.some_ended = True
-            return
-        try:
-            reason = sequence.append(token, logprob, self._version)
-        except RequestError as error:
-            sequence.done.set_exception(error)
-            self._scheduler.some_ended = True
-            return
+        reason = None
+        if not sequence.done.done():
+            try:
+                reason = sequence.append(token, logprob, self._version)
+            except PROCESS_ENDS:
+                raise
+            except BaseException as error:
+                sequence.fail(error)
         if reason is not None:
             self._finish(sequence, reason)
+        elif sequence.done.done():
+            self._scheduler.some_ended = True
 
     def _finish(self, sequence: SequenceState, reason: StopReason) -> None:
         sequence.record_version(self._version)
-        sequence.done.set_result(sequence.response(reason, self._digests))
+        sequence.answer(sequence.response(reason, self._digests))
         self._scheduler.some_ended = True
 
     def _check_alive(self) -> None:
@@ -231,8 +298,7 @@ class EmbeddedEngine:
     def _end(self, why: str) -> None:
         self._ended = self._ended or why
         for sequence in self._scheduler.clear():
-            if not sequence.done.done():
-                sequence.done.set_exception(EngineError(why))
+            sequence.fail(EngineError(why))
 
 
 _MERGE_GAP_SECONDS = 0.005

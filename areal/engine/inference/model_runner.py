@@ -41,6 +41,10 @@ class ModelRunner(Protocol):
         """Move the sequence in row `source`, of that many tokens, to row `target`."""
         ...
 
+    def reset(self) -> None:
+        """Forget every row and whatever else is cached. It must work after any failure, in whatever state that left."""
+        ...
+
 
 @dataclass(frozen=True)
 class Piece:

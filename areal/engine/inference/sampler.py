@@ -70,6 +70,9 @@ def sample(
 
     Log-probs are those of the temperature-scaled distribution over the whole vocabulary (temperature 1 for greedy),
     which is what the trainer recomputes; top_p, top_k and `banned` limit the choice without changing them.
+
+    A row in which no token can be drawn (its logits are NaN or infinite, or those of all allowed tokens are -inf) gets
+    a log-prob that is NaN or -inf, and some token of the vocabulary. Other rows do not notice.
     """
     scaled = logits / params.temperatures[:, None] if params.tempered else logits
     allowed = scaled if banned is None else scaled.masked_fill(banned, -torch.inf)
@@ -78,10 +81,11 @@ def sample(
     tokens = _invert(likely, uniforms(params.seeds, counts))
     if params.some_greedy:
         tokens = torch.where(params.greedy, allowed.argmax(dim=-1), tokens)
+    drawn = probs.gather(1, tokens[:, None])
     if banned is None:  # a token that was drawn is likely enough for its logarithm to be exact
-        logprobs = probs.gather(1, tokens[:, None]).log_()
+        logprobs = drawn.log_()
     else:
-        logprobs = scaled.log_softmax(dim=-1).gather(1, tokens[:, None])
+        logprobs = scaled.log_softmax(dim=-1).gather(1, tokens[:, None]).where(drawn > 0, torch.nan)
     return tokens.tolist(), logprobs.squeeze(1).tolist()
 
 
@@ -102,20 +106,22 @@ def uniforms(seeds: Array, counts: Sequence[int] | Array) -> Tensor:
 def _invert(probs: Tensor, u: Tensor) -> Tensor:
     """The token at which the cumulative probability passes u: it adds to the sum, so it is never one of probability 0.
 
-    There is one in every row, since u has 24 bits and u * total therefore never rounds up to total.
+    There is one in every row of numbers, since u has 24 bits and u * total therefore never rounds up to total. In other
+    rows it is any.
     """
+    last = probs.shape[1] - 1
     if probs.shape[1] % BLOCK or probs.shape[1] < 16 * BLOCK:
         cumulative = probs.cumsum(dim=-1)
-        return torch.searchsorted(cumulative, u[:, None] * cumulative[:, -1:], right=True).squeeze(1)
+        return torch.searchsorted(cumulative, u[:, None] * cumulative[:, -1:], right=True).squeeze(1).clamp_(max=last)
     blocks = probs.view(len(probs), -1, BLOCK)
     cumulative = blocks.sum(dim=-1).cumsum(dim=-1)
     point = u[:, None] * cumulative[:, -1:]
-    block = torch.searchsorted(cumulative, point, right=True)
+    block = torch.searchsorted(cumulative, point, right=True).clamp_(max=last // BLOCK)
     inside = blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK)).squeeze(1).cumsum(dim=-1)
     before = cumulative.gather(1, (block - 1).clamp_(min=0)).masked_fill_(block == 0, 0.0)
     # Sums of a block that were rounded differently must not lead out of it.
     within = torch.minimum((point - before).clamp_(min=0.0), torch.nextafter(inside[:, -1:], inside.new_zeros(())))
-    return (block * BLOCK + torch.searchsorted(inside, within, right=True)).squeeze(1)
+    return (block * BLOCK + torch.searchsorted(inside, within, right=True)).squeeze(1).clamp_(max=last)
 
 
 def _limit(probs: Tensor, params: SamplingParams) -> Tensor:
@@ -147,4 +153,5 @@ def _limit_ranked(probs: Tensor, params: SamplingParams, ranked: Tensor, order: 
     # A row without top_p keeps its whole tail: rounding must not make it depend on the rest of its batch.
     top_p = torch.where(params.top_p < 1, params.top_p, torch.inf)
     kept = (before < top_p[:, None]) & (rank < top_k[:, None])
+    kept[:, 0] = True  # however small top_p is: in float32 it may be 0
     return torch.zeros_like(probs).scatter_(1, order, torch.where(kept, ranked, 0.0))

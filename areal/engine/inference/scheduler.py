@@ -6,6 +6,7 @@ once, and a prompt that begins like another of the same step waits until the nex
 Invariants:
 - The i-th running sequence owns cache row i; when one leaves, the last takes its row.
 - At most one prompt is computed in part, and it is the first that waits.
+- A sequence that is suspected of having made a step fail joins alone, so that it is known if the next one fails too.
 """
 
 from collections import deque
@@ -29,6 +30,8 @@ class StepScheduler:
         """The waiting sequence whose first `_computed` tokens earlier steps computed."""
         self._computed = 0
         self._cache_is_stale = False
+        self._joining: list[SequenceState] = []
+        """The sequences whose prompts the last step computed, in part or to their end."""
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self.running)
@@ -54,6 +57,7 @@ class StepScheduler:
             self._waiting.extendleft(reversed(self.running.clear()))
             self._cache_is_stale = False
         step = Step(self.running.ids, self.running.positions)
+        self._joining = step.joining
         if self._waiting:
             self._add_prompts(step, self._max_running)
         return step
@@ -61,6 +65,19 @@ class StepScheduler:
     def restart(self) -> None:
         """The weights have changed: nothing in the cache holds, and running sequences are computed again first."""
         self._cache_is_stale = True
+
+    def start_over(self) -> list[SequenceState]:
+        """The runner has lost its rows: all sequences wait again, those that ran longest first.
+
+        Returns whom to suspect if the last step was the cause: those that joined in it, or all if none did.
+        """
+        suspects = self._joining or list(self.running.sequences)
+        ran = [sequence for sequence in self.running.clear() if not sequence.done.done()]
+        self._waiting.extendleft(reversed(ran))
+        self._partial = None
+        self._joining = []
+        self._cache_is_stale = self.some_ended = False
+        return suspects
 
     def remove_ended(self) -> None:
         """Free the rows of sequences that are done; a later prompt may begin with one of them and its answer."""
@@ -80,7 +97,8 @@ class StepScheduler:
 
     def abort(self, sequence: SequenceState) -> None:
         """The caller is gone: a waiting sequence leaves now, a running one before the next step, a finished one has."""
-        sequence.done.cancel()
+        if not sequence.done.cancel() and not sequence.done.cancelled():
+            sequence.done.exception()  # marks it as retrieved: it has no reader any more
         self.some_ended = True
         if sequence in self._waiting:
             self._waiting.remove(sequence)
@@ -97,13 +115,17 @@ class StepScheduler:
         budget = self._runner.chunk_tokens
         while self._waiting and len(self.running) < max_running and budget > 0:
             sequence = self._waiting[0]
+            if sequence.failures and step.pieces:
+                break
             if sequence.done.done() or step.join_equal(sequence, self.running):
                 self._forget_partial(sequence)
                 self._waiting.popleft()
                 continue
+            step.joining.append(sequence)
             continued = sequence is self._partial
             start = self._computed if continued else self._runner.cached_tokens(sequence.ids)
             if step.begins_alike(sequence, start, self._runner.shortest_prefix):
+                step.joining.pop()
                 break
             end = min(len(sequence.ids), start + budget)
             step.add(sequence, start, end, continued, self.running)
@@ -113,6 +135,8 @@ class StepScheduler:
                 break
             self._forget_partial(sequence)
             self._waiting.popleft()
+            if sequence.failures:
+                break
 
     def _forget_partial(self, sequence: SequenceState) -> None:
         if sequence is self._partial:
@@ -126,6 +150,8 @@ class Step:
         self.ids = ids
         self.positions = positions
         self.pieces: list[Piece] = []
+        self.joining: list[SequenceState] = []
+        """Whose prompts these are."""
         self._sources: list[int] = []
         """For each sequence that joins, the piece that completes its prompt."""
         self._complete: dict[tuple[tuple[int, ...], tuple[bytes, ...]], int] = {}
@@ -137,6 +163,7 @@ class Step:
         source = self._complete.get((tuple(sequence.ids), sequence.images))
         if source is None:
             return False
+        self.joining.append(sequence)
         self.pieces[source].rows.append(len(running))
         self._sources.append(source)
         running.join(sequence)

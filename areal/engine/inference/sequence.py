@@ -8,12 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from areal.api.errors import ContextLengthError, RequestError
+from areal.api.errors import ContextLengthError, EngineError, RequestError
 from areal.api.io_struct import ModelRequest, ModelResponse, StopReason, TokenChunk
 from areal.api.messages import Array
 from areal.config.rollout import GenerationHyperparameters
 from areal.engine.inference.grammar import GrammarState
 
+PROCESS_ENDS = (KeyboardInterrupt, SystemExit)
+"""No request is at fault for these; for all else one may be, panics of Rust code included, which are no `Exception`."""
 _SLACK_TOKENS = 8
 """Tokens looked at beyond a stop text's bytes, because the first of them may begin in the middle of a character."""
 
@@ -38,6 +40,8 @@ class SequenceState:
     """Set at every token; None unless the request is streamed."""
     grammar: GrammarState | None = None
     """The state of the grammar that the answer must follow; None = it may be anything."""
+    failures: int = 0
+    """Steps that failed, perhaps because of it."""
 
     @classmethod
     def of(cls, req: ModelRequest, *, vocab_size: int, max_positions: int, tokenizer: Any) -> "SequenceState":
@@ -126,6 +130,17 @@ class SequenceState:
             stop_reason=reason,
             digests={version: digests[version] for version in set(self.versions)},
         )
+
+    def answer(self, response: ModelResponse) -> None:
+        """Give the caller its answer, unless it has gone: that may be so at any moment, a step's own included."""
+        if not self.done.done():
+            self.done.set_result(response)
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the caller what happened, unless it has gone."""
+        if not self.done.done():
+            known = isinstance(error, EngineError)
+            self.done.set_exception(error if known else EngineError(f"the engine failed at this request: {error!r}"))
 
     def chunk(self, start: int, response: ModelResponse | None = None) -> TokenChunk:
         """The tokens drawn from number `start` on."""

@@ -1,7 +1,8 @@
 """The embedded engine as a process of its own: `python -m areal.engine.inference.server MODEL_DIRECTORY [DTYPE]`.
 
 It connects to the driver, serves rollout workers on a Unix socket whose address it sends there, and exits, leaving no
-files, when the driver hangs up or on SIGTERM.
+files, when the driver hangs up or on SIGTERM. An engine that has failed for good serves nobody: then the process ends
+with code 1 and the cause as its last line, which the driver reports.
 """
 
 import asyncio
@@ -30,11 +31,13 @@ def load_engine(directory: Path, dtype: str = "float32") -> EmbeddedEngine:
     return EmbeddedEngine(open_runner(directory, dtype), load_hf_tokenizer(directory))
 
 
-async def serve_engine(directory: Path, dtype: str = "float32") -> None:
+async def serve_engine(directory: Path, dtype: str = "float32") -> str | None:
+    """Returns why the engine failed; None if it was told to end."""
     engine = load_engine(directory, dtype)
     handlers = engine_handlers(engine) | {"cpu_seconds": time.process_time}
     ended = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
+    engine.on_failure = ended.set
 
     def add_handlers(channel: Channel) -> None:
         channel.handlers.update(handlers | engine_handlers(engine, channel))
@@ -47,8 +50,9 @@ async def serve_engine(directory: Path, dtype: str = "float32") -> None:
         await ended.wait()
         await endpoint.close()
         await engine.aclose()
+    return engine.failure
 
 
 if __name__ == "__main__":
     os.nice(NICENESS)
-    asyncio.run(serve_engine(Path(sys.argv[1]), *sys.argv[2:]))
+    sys.exit(asyncio.run(serve_engine(Path(sys.argv[1]), *sys.argv[2:])))

@@ -85,6 +85,10 @@ class TransformersRunner:
         else:
             self._cache.move(source, target, length)
 
+    def reset(self) -> None:
+        self._cache = RowCache() if self.caches else None
+        self._rows.clear()
+
     def _passes(self, prompts: Sequence[_Prompt]) -> Iterator[list[_Prompt]]:
         """Prompts of similar length whose images have one shape, as many as fit."""
         shapes = {prompt: self.model.shape(prompt[1]) for prompt in prompts}
