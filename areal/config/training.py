@@ -1,5 +1,6 @@
-"""The model that is trained and how it is optimised, and what happens around the steps: evaluation, checkpoints, recovery
-and placement.
+"""The model that is trained and how it is optimised, and what happens around the steps.
+
+Around them are evaluation, checkpoints, recovery and placement.
 """
 
 from dataclasses import dataclass, field
@@ -49,9 +50,10 @@ class ActorConfig:
     kl_ctl: float = 0.0
     """Weight of the KL penalty against the reference model `ref.path`."""
     adv_norm: Literal["none", "group", "batch"] = "none"
-    """What the centred advantage is divided by: nothing, its group's or the batch's standard deviation."""
+    """What the advantage is divided by: nothing, or its group's or the batch's standard deviation over completions
+    (unbiased: n - 1), plus 1e-6. Where the deviation is 0, so is the advantage."""
     group_baseline: Literal["mean", "none"] = "mean"
-    """What a completion's return is compared with: the mean of its group, or nothing."""
+    """What a return is compared with: the mean over the completions of its group, or nothing."""
     loss_norm: Literal["token", "completion"] = "token"
     """The loss is a mean over tokens, or over completions of their token means."""
     use_decoupled_loss: bool = False
