@@ -1,1 +1,1 @@
-"""The contracts that every room may import: protocols, messages between processes, errors."""
+"""The contracts that packages share: protocols, messages between processes, errors."""

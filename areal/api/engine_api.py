@@ -1,4 +1,4 @@
-"""What an inference engine and a training engine promise. One conformance suite runs on every inference engine."""
+"""The protocols of an inference engine and a training engine. One conformance suite runs on every inference engine."""
 
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from areal.api.io_struct import ModelRequest, ModelResponse, TokenChunk
 
 @dataclass(frozen=True)
 class WeightUpdate:
-    """New weights, laid out flat in a file that both sides map."""
+    """New weights, laid out flat in a file that both processes map."""
 
     version: int
     digest: str
@@ -19,12 +19,14 @@ class WeightUpdate:
 
 @dataclass(frozen=True)
 class EngineHealth:
+    """What an engine is doing, and with which weights."""
+
     version: int
     digest: str
     running: int
     """Requests being decoded."""
     waiting: int
-    """Requests not yet begun."""
+    """Requests that have not begun."""
     paused: bool
 
 
@@ -35,15 +37,15 @@ class InferenceEngine(Protocol):
         ...
 
     def astream(self, req: ModelRequest) -> AsyncGenerator[TokenChunk, None]:
-        """The same, as tokens are drawn; the last chunk holds the whole answer. Closing it aborts the generation."""
+        """The same, in chunks as tokens are sampled; the last holds the whole answer. Closing it aborts."""
         ...
 
     async def update_weights(self, update: WeightUpdate) -> None:
-        """Swap weights between two decode steps; running requests go on under the new ones."""
+        """Swap weights between two decode steps; running requests go on with the new ones."""
         ...
 
     async def pause(self) -> None:
-        """Produce no token until `resume`; requests stay."""
+        """Produce no tokens until `resume`; requests are kept."""
         ...
 
     async def resume(self) -> None: ...
@@ -54,7 +56,7 @@ class InferenceEngine(Protocol):
 
 
 class TrainEngine(Protocol):
-    """Holds the weights that learn. `batch` and `loss` are those of `areal.engine.training.engine`."""
+    """Holds the weights that are trained. `batch` and `loss` are those of `areal.engine.training.engine`."""
 
     version: int
 

@@ -1,4 +1,4 @@
-"""One question to the engine and its answer, in tokens."""
+"""A request to the inference engine and its response, in tokens."""
 
 import operator
 from dataclasses import dataclass, field
@@ -12,13 +12,13 @@ StopReason = Literal["stop", "length", "abort"]
 
 @dataclass(frozen=True)
 class Grammar:
-    """What an answer must look like. An engine that cannot see to it refuses the request."""
+    """What an answer must look like. An engine that cannot enforce it refuses the request."""
 
     kind: Literal["json_schema", "lark"]
-    """lark = in llguidance's variant of Lark's syntax, the rule `start` being the whole answer."""
+    """lark = llguidance's variant of Lark's syntax; the rule `start` is the whole answer."""
     text: str
     origin: str = "the grammar"
-    """What asked for it; errors begin with this."""
+    """Where it came from; errors begin with this."""
 
 
 @dataclass
@@ -28,9 +28,9 @@ class ModelRequest:
     gconfig: GenerationHyperparameters
     tokenizer: Any = None
     grammar: Grammar | None = None
-    """None = the answer may be anything. Log-probs are those of the whole distribution either way."""
+    """None = the answer may be anything. Either way, log-probs are those of the unmasked distribution."""
     images: list[bytes] = field(default_factory=list)
-    """Encoded pictures (PNG, JPEG, …) in the order of their places in `input_ids`, which hold placeholder tokens."""
+    """Encoded images (PNG, JPEG, …) in the order of their places in `input_ids`, which hold placeholder tokens."""
 
     def __post_init__(self) -> None:
         try:
@@ -56,7 +56,7 @@ class ModelResponse:
     """Weight version that produced each output token."""
     stop_reason: StopReason
     digests: dict[int, str] = field(default_factory=dict)
-    """Digest of the weights behind each version in output_versions."""
+    """Digest of the weights of each version in output_versions."""
 
     @property
     def input_len(self) -> int:
@@ -69,7 +69,7 @@ class ModelResponse:
 
 @dataclass
 class TokenChunk:
-    """Part of an answer that is still being drawn: what came since the chunk before."""
+    """Part of an answer that is still being sampled: the tokens since the previous chunk."""
 
     tokens: list[int]
     logprobs: list[float]

@@ -2,7 +2,7 @@
 
 A synchronous function runs in a worker process that is killed at the deadline and replaced. An asynchronous one is
 awaited in the caller's event loop with the same deadline. The value it returns is passed on as it is: `as_reward` says,
-where a reward is given, whether it is one.
+where a reward is assigned, whether it is one.
 """
 
 import asyncio
@@ -46,20 +46,22 @@ class Value:
 
 
 class Outcome(StrEnum):
+    """How a call ended."""
+
     OK = "ok"
     """The function returned."""
     TIMEOUT = "timeout"
     """It was killed or cancelled at its deadline."""
     CRASH = "crash"
-    """Its process ended under it."""
+    """Its process ended during the call."""
     MEMORY = "memory"
-    """It needed more memory than its process may have, which was ended."""
+    """It needed more memory than its process may use, so the process was ended."""
     LOAD = "load"
     """It never began: its module or its arguments raised while a process loaded them."""
     EXCEPTION = "exception"
     """It raised, or it, its arguments or its result could not be sent."""
     RETRY = "retry"
-    """A failed attempt that was followed by another; every call ends as one of the above."""
+    """A failed attempt that was followed by another; the call itself ends as one of the above."""
 
 
 # The first that fits counts.
@@ -142,7 +144,7 @@ class AsyncRewardWrapper:
         self.counts[outcome] += 1
         if isinstance(self.on_failure, Value):
             if self.counts[outcome] == 1:
-                text = "reward function failed (%s); it and further ones like it count as %r: %s"
+                text = "reward function failed (%s); this call and later ones that fail like it count as %r: %s"
                 getLogger("reward").warning(text, outcome, self.on_failure.value, failure)
             return self.on_failure.value
         rejection = RewardTimeout if outcome is Outcome.TIMEOUT else RewardInvalid

@@ -1,4 +1,6 @@
-"""What one episode is: the lower-level door (`RolloutWorkflow`) and the agent's (`AgentWorkflow`)."""
+"""The two ways to write an episode: in tokens (`RolloutWorkflow`), or as an agent that calls the model over HTTP
+(`AgentWorkflow`).
+"""
 
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any

@@ -22,7 +22,7 @@ class BoundedCache(Generic[K, V]):
         self._total = 0
 
     def get(self, key: K) -> V | None:
-        """The value, which now counts as used last; None if it is not held."""
+        """The value, which now counts as the one used last; None if it is not held."""
         if key not in self._held:
             return None
         self._held.move_to_end(key)

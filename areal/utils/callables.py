@@ -1,4 +1,4 @@
-"""Facts about functions that other people wrote: what to call one in a message, and whether it must be awaited."""
+"""Facts about a user's function: the name that messages use for it, and whether it must be awaited."""
 
 import inspect
 from collections.abc import Callable
@@ -19,7 +19,8 @@ def name_of(target: Any) -> str:
 def is_async(function: Callable[..., Any]) -> bool:
     """Whether calling it gives a coroutine: an async function, or an object whose `__call__` is one."""
     function = _unwrapped(function)
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+    # The type's, because calling a class makes an object, whatever `__call__` it defines for its objects.
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def _unwrapped(target: Any) -> Any:

@@ -1,4 +1,8 @@
-"""Tensor dicts, batch first."""
+"""Join the tensor dicts that workflows return, batch first, into one.
+
+Which fields a dict has, and how one is built and checked, is written in `areal.trajectory.tensors`. This module knows
+only what padding needs: the fields whose padding must not be mistaken for data.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,15 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 PADDING = {"attention_mask": 0, "loss_mask": 0, "versions": -1, "completion_index": -1, "temperatures": 1}
-"""What fields are padded with whatever `pad_value` is, because another value would mean something."""
+"""Fields that are padded with this value instead of `pad_value`, which would mean something in them."""
 
 
 def concat_padded_tensors(dicts: Sequence[dict[str, Any]], pad_value: float = 0) -> dict[str, Any]:
     """Join tensor dicts along the batch, padding [B, L, …] tensors on the right to the longest L.
 
-    What is a list with an entry per row, as `images` is, is joined as one.
-
-    A dict that has `input_ids` but lacks `attention_mask` gets one of ones first: padding can be told from tokens.
+    Lists with an entry per row, like `images`, are joined as lists. A dict that has `input_ids` but no `attention_mask`
+    gets one that is all true, so that padding can be told from tokens.
     """
     if not dicts:
         raise ValueError("concat_padded_tensors needs at least one dict, got none")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
-"""What a tokenizer that is nothing but its tokenizer.json calls itself; loading one as such needs no torch."""
+"""Class names of tokenizers that are nothing but their tokenizer.json, which can be loaded without torch."""
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 
 
@@ -24,9 +24,9 @@ def load_hf_tokenizer(path: str | Path) -> Any:
 
 
 def load_hf_processor(path: str | Path) -> Any:
-    """The processor of a model that sees pictures, its tokenizer as above; None where the directory has none.
+    """The processor of a model that sees images, its tokenizer as above; None if the directory has none.
 
-    Needs Pillow and, because transformers' processors do, torch; torchvision only for those that insist on it.
+    Needs Pillow and, because transformers' processors do, torch; torchvision only for those that require it.
     """
     if not any((Path(path) / name).is_file() for name in PROCESSOR_FILES):
         return None
@@ -38,10 +38,10 @@ def load_hf_processor(path: str | Path) -> Any:
         raise ValueError(
             f"the processor in {path} cannot be loaded: {type(error).__name__}: {_first_line(error)}; install what it "
             f"names (processors for video need torchvision), or remove {' and '.join(PROCESSOR_FILES)} to go without "
-            "pictures"
+            "images"
         ) from error
     if getattr(processor, "image_processor", None) is None or getattr(processor, "tokenizer", None) is None:
-        return None  # of another kind: a tokenizer alone, or one for sound
+        return None  # of another kind: a tokenizer alone, or one for audio
     _listing_ids(processor.tokenizer)
     return processor
 

@@ -1,6 +1,7 @@
-"""Pictures as encoded bytes (PNG, JPEG, …): read from whatever holds one, checked, decoded.
+"""Images as encoded bytes (PNG, JPEG, …): read from whatever holds one, checked, decoded.
 
-Refuses to download, and to decode what is too big: a small file may unpack to gigabytes. Needs Pillow on first use.
+Does not download anything, and refuses to decode what is too big: a small file may unpack to gigabytes. Needs Pillow on
+first use.
 """
 
 import base64
@@ -13,18 +14,18 @@ from urllib.parse import unquote, urlsplit
 from urllib.request import url2pathname
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-"""Pillow knows more, among them some that run other programs."""
+"""Pillow knows more formats, some of which run other programs."""
 MAX_BYTES = 16 * 2**20
 MAX_PIXELS = 2**25
 
 
 class ImageError(ValueError):
-    """Something is no picture, or one that is too big."""
+    """Something is not an image, or is too big."""
 
 
 @dataclass(frozen=True)
 class ImageFacts:
-    """What the head of a picture says."""
+    """What the head of an image says."""
 
     format: str
     width: int
@@ -53,7 +54,7 @@ def encode_image(source: Any) -> bytes:
 
 
 def read_data_url(url: str) -> bytes:
-    """The bytes of a `data:` URL and of nothing else: no file is read, nothing is downloaded."""
+    """The bytes of a `data:` URL, and of no other: no file is read, nothing is downloaded."""
     if not url[:5].lower() == "data:":
         raise ImageError(f"an image must be a data URL (data:image/png;base64,…), got {url!r:.100}; {_remedy(url)}")
     head, comma, body = url.partition(",")
@@ -83,7 +84,7 @@ def inspect_image(data: bytes) -> ImageFacts:
         raise ImageError(f"an image must be {', '.join(FORMATS)}, got {len(data)} bytes of none of these") from None
     except Image.DecompressionBombError as error:
         raise ImageError(f"an image may have {MAX_PIXELS} pixels: {error}; shrink it") from None
-    except Exception as error:  # the head is anybody's: a decoder may raise anything on it
+    except Exception as error:  # the bytes come from outside: a decoder may raise anything on them
         raise _broken(error) from error
     if image.width * image.height > MAX_PIXELS:
         raise ImageError(f"an image may have {MAX_PIXELS} pixels, got {image.width}x{image.height}; shrink it")
@@ -91,13 +92,13 @@ def inspect_image(data: bytes) -> ImageFacts:
 
 
 def decode_image(data: bytes) -> Any:
-    """A PIL image in RGB, turned as its camera says; of an animation, the first frame."""
+    """A PIL image in RGB, rotated as its EXIF data says; of an animation, the first frame."""
     from PIL import Image, ImageOps
 
     inspect_image(data)
     try:
         return ImageOps.exif_transpose(Image.open(BytesIO(data), formats=FORMATS)).convert("RGB")
-    except Exception as error:  # so is the rest
+    except Exception as error:  # as above
         raise _broken(error) from error
 
 
@@ -121,7 +122,7 @@ def _remedy(url: str) -> str:
 def _read_file(path: Path) -> bytes:
     path = path.expanduser()
     if not path.is_file():
-        raise ImageError(f"an image must be there: {str(path)!r:.200} is no file")
+        raise ImageError(f"an image's path must name a file, got {str(path)!r:.200}")
     try:
         with path.open("rb") as file:
             return file.read(MAX_BYTES + 1)

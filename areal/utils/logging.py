@@ -1,4 +1,4 @@
-"""Log lines a person reads: time, who, what. `getLogger(name)` is the only door."""
+"""Log lines for people: the time, the logger's name, the message. Every logger comes from `getLogger(name)`."""
 
 import logging
 import os
@@ -8,7 +8,7 @@ ROOT = "areal"
 
 
 def getLogger(name: str = "") -> logging.Logger:  # noqa: N802  (the name users import)
-    """A logger below this package's own root, which writes to stderr once configured on first use."""
+    """A logger below this package's root logger, which is set up on first use to write to stderr at level AREAL_LOG."""
     root = logging.getLogger(ROOT)
     if not root.handlers:
         handler = logging.StreamHandler(sys.stderr)

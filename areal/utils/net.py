@@ -1,4 +1,4 @@
-"""Addresses of this very machine. Calls to them never go through a proxy."""
+"""Loopback addresses, and how HTTP clients are kept from reaching them through a proxy."""
 
 import ipaddress
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ def bypass_proxies(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether nobody but this machine can reach what listens there."""
+    """Whether only this machine can reach what listens there."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:

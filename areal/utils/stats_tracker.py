@@ -1,6 +1,6 @@
 """Numbers that code records about itself: `stats_tracker.get("rollout").scalar(reward=1.0)`.
 
-Inside `collect()` they go to that collection (one per episode), elsewhere nowhere: there is nobody to read them.
+Inside `collect()` they go to that collection (one per episode). Elsewhere they are dropped, since no one reads them.
 """
 
 from collections import defaultdict
@@ -14,6 +14,8 @@ _current: ContextVar["Collection | None"] = ContextVar("areal_stats", default=No
 
 @dataclass
 class Collection:
+    """What was recorded during one `collect()`."""
+
     values: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def means(self) -> dict[str, float]:

@@ -7,31 +7,34 @@ import os
 from dataclasses import dataclass
 
 ALONE = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "30000"}
-"""How OpenMP's idle threads wait in a process that has its cores to itself: look for work for a while, then sleep."""
+"""How OpenMP's idle threads wait in a process that has its cores to itself: they spin for a while, then sleep."""
 SHARING = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "3000"}
 """The same for the processes of a run, which share cores: they sleep sooner.
 
-To sleep at once costs a wake-up at every operation, to spin without end starves the others (docs/log.md).
+Sleeping at once costs a wake-up at every operation, spinning without end starves the others (docs/log.md).
 """
 
 
 def settle_waiting() -> None:
-    """Let this process wait as one that has its cores to itself, unless its environment says otherwise."""
+    """Set this process up as one that has its cores to itself, unless its environment says otherwise."""
     for name, value in ALONE.items():
         os.environ.setdefault(name, value)
 
 
 @dataclass(frozen=True)
 class ThreadPlan:
+    """How many threads each side computes with."""
+
     engine: int
     trainer: int
     reason: str
+    """For the log."""
 
 
 def plan_threads(max_head_offpolicyness: int, each: int | None = None) -> ThreadPlan:
-    """Threads for each side; when they never work at the same time, each gets every core. `each` overrules that."""
+    """Share out the cores; when the two sides never work at the same time, each gets all. `each` overrides that."""
     if each is not None:
-        return ThreadPlan(each, each, f"scheduler.threads={each}: so many for the engine and for the trainer")
+        return ThreadPlan(each, each, f"scheduler.threads={each}: {each} for the engine and {each} for the trainer")
     cores = len(os.sched_getaffinity(0))
     if max_head_offpolicyness == 0:
         return ThreadPlan(cores, cores, f"{cores} cores, engine and trainer take turns: all cores for each")

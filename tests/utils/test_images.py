@@ -55,8 +55,8 @@ def test_photograph_is_turned_as_its_camera_says() -> None:
     [
         ("https://example.org/cat.png", "nothing is downloaded here: fetch it yourself and send it as a data URL"),
         ("ftp://example.org/cat.png", "must be a data URL or a path"),
-        ("no such file.png", "is no file"),
-        (Path("/dev/zero"), "is no file"),
+        ("no such file.png", "must name a file"),
+        (Path("/dev/zero"), "must name a file"),
         ("data:image/png,abc", "must look like data:image/png;base64,…"),
         ("data:image/png;base64,a!b", "must be base64"),
         (data_url(b"hello"), "must be PNG, JPEG, WEBP, GIF, BMP, got 5 bytes"),
