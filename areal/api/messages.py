@@ -58,7 +58,7 @@ class Row:
     versions: Array
     """int32: weight version of each sampled token, -1 on prompt."""
     returns: Array
-    """float32: the return of the completion that a token belongs to, 0 on prompt."""
+    """float32: the return of each token, 0 on prompt. An export gives all tokens of a completion the same."""
     completion_index: Array
     """int32: which completion of the episode a token belongs to, -1 on prompt."""
     temperatures: Array
@@ -71,6 +71,8 @@ class Row:
     """The last completion ended for length."""
     images: list[bytes] = field(default_factory=list)
     """Encoded images in the order of their places in `input_ids`."""
+    group_id: int | None = None
+    """Which of its task's groups it is compared within; None = the one of all rows that name none."""
 
 
 @dataclass

@@ -154,23 +154,28 @@ class PolicyUpdate:
 class TrainRow:
     row: Row
     group: int
-    """Its place in the batch."""
+    """Its task's place in the batch."""
+    peers: int
+    """The number, through the batch, of the group it is compared within: its task's, or one of several in it."""
     first_completion: int
     """The number, through the batch, of the first completion of the row's episode."""
 
 
 def rows_of_groups(groups: Sequence[GroupResult]) -> list[TrainRow]:
-    """Every row, its completions numbered through the batch."""
+    """Every row, its completions and the groups that are compared numbered through the batch."""
     rows, completions = [], 0
+    peers: dict[tuple[int, int | None], int] = {}
     for number, group in enumerate(groups):
         for episode in group.episodes:
-            rows += [TrainRow(row, number, completions) for row in episode.rows]
+            for row in episode.rows:
+                place = peers.setdefault((number, row.group_id), len(peers))
+                rows.append(TrainRow(row, number, place, completions))
             completions += 1 + max(int(row.completion_index.max()) for row in episode.rows)
     return rows
 
 
 def token_batch(rows: Sequence[TrainRow], actor: ActorConfig) -> TokenBatch:
-    """Advantages are per completion within its group, weights sum to 1 over the whole batch."""
+    """Advantages are taken within each group, weights sum to 1 over the whole batch."""
     masks = [each.row.loss_mask for each in rows]
     counts = [int(mask.sum()) for mask in masks]
 
@@ -182,11 +187,12 @@ def token_batch(rows: Sequence[TrainRow], actor: ActorConfig) -> TokenBatch:
         return torch.from_numpy(np.repeat(values, counts))
 
     completions = gather("completion_index") + spread([each.first_completion for each in rows])
+    peers = spread([each.peers for each in rows])
     fields = {
         "behaviour": gather("logprobs"),
         "versions": gather("versions"),
         "unreported": spread([each.row.recompute_logprobs for each in rows]),
-        "advantages": _token_advantages(gather("returns"), completions, spread([each.group for each in rows]), actor),
+        "advantages": group_advantages(gather("returns"), peers, actor.group_baseline, actor.adv_norm, completions),
         "weights": loss_weights(completions, actor.loss_norm),
     }
     spans = [
@@ -194,16 +200,6 @@ def token_batch(rows: Sequence[TrainRow], actor: ActorConfig) -> TokenBatch:
         for each, mask in zip(rows, masks, strict=True)
     ]
     return TokenBatch(spans, gather("temperatures"), fields)
-
-
-def _token_advantages(returns: Tensor, completions: Tensor, groups: Tensor, actor: ActorConfig) -> Tensor:
-    """Each token gets the advantage of its completion, which is computed from the completion's first token."""
-    numbers, index = torch.unique(completions, return_inverse=True)
-    first = torch.full((len(numbers),), len(completions)).scatter_reduce(
-        0, index, torch.arange(len(completions)), "amin"
-    )
-    advantages = group_advantages(returns[first], groups[first], actor.group_baseline, actor.adv_norm)
-    return advantages[index]
 
 
 def minibatches(batch: TokenBatch, count: int, seed: str) -> list[TokenBatch]:

@@ -4,6 +4,9 @@ A full dict is batch first and padded on the right. The short form describes one
 1-D `output_ids` and a scalar `reward`; the trainer recomputes its log-probs. Either may have `images`: encoded bytes in
 the order of their places in the tokens, one list per row in the full dict, one list in the short form.
 
+`returns` may differ from token to token of a completion. Rows that a workflow gives different `group_id`s are compared
+with rows of the same task and id only, in whichever of the task's episodes they are.
+
 Joining and padding are left to `areal.utils.data`. torch is loaded when the first dict is built, not by importing this.
 """
 
@@ -25,17 +28,21 @@ PER_ROW = ("rewards", "group_id", "truncated")
 """Fields of shape [batch]; all others are [batch, length]."""
 ROW_ARRAYS = ("input_ids", "loss_mask", "logprobs", "versions", "returns", "completion_index", "temperatures")
 """Fields that are arrays of a `Row` under the same name."""
+INTEGERS = ("input_ids", "output_ids", "group_id")
+TOKEN_IDS = ("input_ids", "output_ids")
+LARGEST_ID = np.iinfo(np.int32).max
 SHORT_FORM = {"input_ids": 1, "output_ids": 1, "reward": 0}
 """Fields of the short form and their number of dimensions."""
 
 
 def tensors_of_group(group: GroupResult) -> dict[str, Any]:
-    """All rows of all episodes: `group_id` is the task's number, `images` is there if a row has any."""
+    """All rows of all episodes: `group_id` is the workflow's, or else the task's number; `images` is there if a row has
+    any."""
     import torch
 
     rows = [row for episode in group.episodes for row in episode.rows]
     tensors: dict[str, Any] = tensors_of_rows(rows)
-    tensors["group_id"] = torch.full((len(rows),), group.task_id)
+    tensors["group_id"] = torch.tensor([group.task_id if row.group_id is None else row.group_id for row in rows])
     if any(row.images for row in rows):
         tensors["images"] = [row.images for row in rows]
     return tensors
@@ -131,21 +138,54 @@ def _faults(arrays: dict[str, Array]) -> list[str]:
     shape = arrays["input_ids"].shape
     if len(shape) != 2 or 0 in shape:
         return [*faults, f"input_ids must have shape [batch, length], got {list(shape)}"]
-    if arrays["input_ids"].dtype.kind not in "iu":
-        faults.append(f"input_ids must be integers, got {arrays['input_ids'].dtype}")
     for key, array in arrays.items():
         expected = shape[:1] if key in PER_ROW else shape
         if array.shape != expected:
             faults.append(f"{key} must have shape {list(expected)}, got {list(array.shape)}")
-        elif array.dtype.kind == "f" and not np.isfinite(array).all():
-            faults.append(f"{key} must be finite")
-    masks = {key: arrays[key] for key in ("loss_mask", "attention_mask") if key in arrays}
-    return faults + _mask_faults({key: mask for key, mask in masks.items() if mask.shape == shape})
+        else:
+            faults += _number_faults(key, _without_padding(array, arrays) if key == "input_ids" else array)
+    whole = {key: array for key, array in arrays.items() if array.shape == shape}
+    return faults + _mask_faults(whole) + _trained_token_faults(whole)
 
 
-def _mask_faults(masks: dict[str, Array]) -> list[str]:
+def _number_faults(key: str, array: Array) -> list[str]:
+    """Numbers that the training row's dtype, or the model, cannot hold."""
+    if key in INTEGERS and array.dtype.kind not in "iu":
+        return [f"{key} must be integers, got {array.dtype}"]
+    if key in TOKEN_IDS and array.size and not 0 <= int(array.min()) <= int(array.max()) <= LARGEST_ID:
+        return [f"{key} must lie in 0 to {LARGEST_ID}, got {array.min()} to {array.max()}"]
+    if array.dtype.kind == "f" and not _is_finite_float32(array):
+        return [f"{key} must be finite in float32"]
+    return []
+
+
+def _without_padding(ids: Array, arrays: dict[str, Array]) -> Array:
+    """Whatever stands in the padding is not read."""
+    attention = arrays.get("attention_mask")
+    return ids if attention is None or attention.shape != ids.shape else ids[attention != 0]
+
+
+def _is_finite_float32(array: Array) -> bool:
+    with np.errstate(over="ignore"):
+        return bool(np.isfinite(array.astype(np.float32)).all())
+
+
+def _trained_token_faults(arrays: dict[str, Array]) -> list[str]:
+    """Of fields [batch, length]: what a trained token must have."""
+    if "loss_mask" not in arrays:
+        return []
+    trained, faults = arrays["loss_mask"].astype(np.bool_), []
+    if "temperatures" in arrays and (arrays["temperatures"][trained] <= 0).any():
+        faults.append("temperatures must be > 0 where loss_mask is 1; greedy tokens have 1")
+    if "completion_index" in arrays and (arrays["completion_index"][trained] < 0).any():
+        faults.append("completion_index must be >= 0 where loss_mask is 1")
+    return faults
+
+
+def _mask_faults(arrays: dict[str, Array]) -> list[str]:
+    """Of fields [batch, length]."""
     faults = []
-    loss, attention = masks.get("loss_mask"), masks.get("attention_mask")
+    loss, attention = arrays.get("loss_mask"), arrays.get("attention_mask")
     if loss is not None:
         if loss[:, 0].any():
             faults.append("loss_mask must be 0 on the first token, which nothing predicts")
@@ -169,10 +209,8 @@ def _short_form_faults(arrays: dict[str, Array]) -> list[str]:
             faults.append(f"{key} must have {dims} dimension{'s' * (dims != 1)}, got shape {list(array.shape)}")
         elif not array.size:
             faults.append(f"{key} must hold a token")
-        elif dims and array.dtype.kind not in "iu":
-            faults.append(f"{key} must be integers, got {array.dtype}")
-        elif not np.isfinite(array).all():
-            faults.append(f"{key} must be finite, got {array}")
+        else:
+            faults += _number_faults(key, array)
     return faults
 
 
@@ -221,6 +259,7 @@ def _row(arrays: dict[str, Array], index: int, temperature: float) -> Row:
         temperatures=take_or_fill("temperatures", np.float32, temperature, 1.0),
         reward=reward,
         truncated=bool(arrays["truncated"][index]) if "truncated" in arrays else False,
+        group_id=int(arrays["group_id"][index]) if "group_id" in arrays else None,
     )
 
 

@@ -19,6 +19,7 @@ from areal.trainer.run import RunParts
 from areal.trainer.update import PolicyUpdate, minibatches, rows_of_groups, token_batch, without_zero_advantages
 from areal.trajectory import Renderer, Tree, assign_reward, export
 from areal.trajectory.answer import read_answer
+from areal.trajectory.tensors import rows_of
 
 pytestmark = pytest.mark.slow
 
@@ -46,6 +47,42 @@ def test_every_token_of_a_completion_has_its_advantage_and_temperature() -> None
     assert set(batch.fields["advantages"][:count].tolist()) == {0.5}
     assert set(batch.fields["advantages"][count:].tolist()) == {-0.5}
     assert set(batch.temperatures[count:].tolist()) == {0.5}
+
+
+def tensor_dict(rewards: list[float], **fields: object) -> dict[str, object]:
+    """What a workflow returns: rows of a prompt token and three sampled ones."""
+    count = len(rewards)
+    return {
+        "input_ids": torch.arange(4).repeat(count, 1),
+        "loss_mask": torch.tensor([[0, 1, 1, 1]]).repeat(count, 1),
+        "logprobs": torch.zeros(count, 4),
+        "versions": torch.tensor([[-1, 0, 0, 0]]).repeat(count, 1),
+        "rewards": torch.tensor(rewards),
+        **fields,
+    }
+
+
+def group_of_dicts(*dicts: dict[str, object]) -> GroupResult:
+    episodes = [rows_of(each, "workflow") for each in dicts]
+    return GroupResult(0, [Episode(rows, sum(row.reward for row in rows)) for rows in episodes], [], {})
+
+
+def test_returns_of_a_workflow_give_each_token_its_own_advantage() -> None:
+    first = tensor_dict([1.0], returns=torch.tensor([[0.0, 3.0, 2.0, 1.0]]))
+    batch = whole([group_of_dicts(first, tensor_dict([0.0]))])
+    # The mean over the two completions of their mean returns, 2 and 0, is 1.
+    assert batch.fields["advantages"].tolist() == [2.0, 1.0, 0.0, -1.0, -1.0, -1.0]
+
+
+def test_rows_are_compared_within_the_group_ids_of_their_workflow() -> None:
+    """Two roles in each episode, rewarded on different scales."""
+    roles = torch.tensor([7, 9])
+    group = group_of_dicts(tensor_dict([1.0, 50.0], group_id=roles), tensor_dict([0.0, 70.0], group_id=roles))
+    assert first_advantages(whole([group])) == [0.5, -10.0, -0.5, 10.0]
+    other = group_of_dicts(tensor_dict([4.0, 8.0], group_id=roles), tensor_dict([2.0]))
+    assert first_advantages(whole([group, other]))[4:] == [0.0, 0.0, 0.0]  # of another task, each alone in its group
+    parts = minibatches(whole([group, other]), 2, "seed")
+    assert [len({span.group for span in part.spans}) for part in parts] == [1, 1]  # a task stays whole
 
 
 @pytest.mark.parametrize("loss_norm", ["token", "completion"])

@@ -67,6 +67,16 @@ def test_group_has_a_row_for_every_row_of_its_episodes_and_the_tasks_number() ->
     assert tensors_of_group(GroupResult(7, [Episode(rows, 1.5)], [], {}))["images"] == [[b"red"], []]
 
 
+def test_group_ids_and_returns_of_a_workflow_stay_as_they_are() -> None:
+    returns = torch.tensor([[0.0] * 3 + [5.0, 4.0, 3.0, 2.0, 1.0]])
+    (row,) = rows_of(tensor_dict(group_id=torch.tensor([9]), returns=returns), "Asking")
+    assert (row.group_id, row.returns.tolist()) == (9, returns[0].tolist())
+    (other,) = rows_of(tensor_dict(), "Asking")
+    assert other.group_id is None
+    tensors = tensors_of_group(GroupResult(7, [Episode([row, other], 1.0)], [], {}))
+    assert tensors["group_id"].tolist() == [9, 7]
+
+
 def test_padded_batch_becomes_rows_of_their_own_length() -> None:
     padded = {
         name: torch.cat([value, torch.zeros(1, 2, dtype=value.dtype)], 1) if value.dim() == 2 else value
@@ -76,6 +86,15 @@ def test_padded_batch_becomes_rows_of_their_own_length() -> None:
     assert [len(row.input_ids) for row in rows] == [8, 8]
     assert [set(row.completion_index[row.loss_mask].tolist()) for row in rows] == [{0}, {1}]
     assert sum(row.reward for row in rows) == 1.0
+
+
+def test_what_pads_the_ids_does_not_matter() -> None:
+    padding = {
+        "input_ids": torch.tensor([[5, 6, 7, 1, 2, 5, 9, -100]]),
+        "loss_mask": torch.tensor([[0] * 3 + [1] * 4 + [0]]),
+    }
+    (row,) = rows_of(tensor_dict(**padding, attention_mask=torch.tensor([[1] * 7 + [0]])), "Asking")
+    assert row.input_ids.tolist() == [5, 6, 7, 1, 2, 5, 9]
 
 
 def test_numpy_and_lists_are_read_like_tensors() -> None:
@@ -126,6 +145,17 @@ def test_every_wrong_field_is_named_at_once() -> None:
         ({"loss_mask": torch.zeros(1, 8, dtype=torch.int)}, "a token to train on in every row"),
         ({"attention_mask": torch.tensor([[1, 1, 1, 1, 1, 1, 1, 0]])}, "loss_mask must be 0 where attention_mask is"),
         ({"logprobs": [[0.0], [0.0, 1.0]]}, "logprobs cannot be read as numbers"),
+        ({"logprobs": np.full((1, 8), -1e300)}, "logprobs must be finite in float32"),
+        ({"rewards": np.array([1e308])}, "rewards must be finite in float32"),
+        ({"returns": np.full((1, 8), -1e39)}, "returns must be finite in float32"),
+        (
+            {"input_ids": torch.tensor([[5, 6, 7, 1, 2, 5, 9, -1]])},
+            "input_ids must lie in 0 to 2147483647, got -1 to 9",
+        ),
+        ({"input_ids": torch.tensor([[2**31] * 8])}, "input_ids must lie in 0 to 2147483647"),
+        ({"group_id": torch.tensor([0.5])}, "group_id must be integers"),
+        ({"temperatures": torch.zeros(1, 8)}, "temperatures must be > 0 where loss_mask is 1"),
+        ({"completion_index": torch.full((1, 8), -1)}, "completion_index must be >= 0 where loss_mask is 1"),
     ],
 )
 def test_fields_that_contradict_each_other_are_refused(changes: dict[str, Any], text: str) -> None:
@@ -137,6 +167,8 @@ def test_fields_that_contradict_each_other_are_refused(changes: dict[str, Any], 
     [
         ({"reward": torch.tensor([1.0])}, "reward must have 0 dimensions, got shape [1]"),
         ({"reward": float("nan")}, "reward must be finite"),
+        ({"reward": 1e308}, "reward must be finite in float32"),
+        ({"output_ids": torch.tensor([1, -2])}, "output_ids must lie in 0 to 2147483647, got -2 to 1"),
         ({"output_ids": torch.tensor([], dtype=torch.int)}, "output_ids must hold a token"),
         ({"input_ids": torch.ones(1, 3, dtype=torch.int)}, "input_ids must have 1 dimension, got shape [1, 3]"),
         ({"output_ids": torch.ones(3)}, "output_ids must be integers"),
