@@ -303,11 +303,17 @@ def results(summary: dict[str, Any]) -> list[str]:
         f"engine busy during {summary['overlap']:.0%} of training",
         f"processor time · {cpu}",
         *_pauses(summary["weight_pause_seconds"]),
-        f"engine and trainer log-probs differ by at most {summary['max_logprob_difference']:.0e}",
+        _logprobs(summary["max_logprob_difference"]),
         *summary.get("stalls", []),
         *_greedy(summary["held_out"]),
         *([summary["verdict"]] if "verdict" in summary else []),
     ]
+
+
+def _logprobs(difference: float | None) -> str:
+    if difference is None:
+        return "engine and trainer log-probs were not compared: no token of the weights in training had an advantage"
+    return f"engine and trainer log-probs differ by at most {difference:.0e}"
 
 
 def _pauses(seconds: dict[str, float]) -> list[str]:

@@ -37,7 +37,8 @@ class Account:
     seconds: float = 0.0
     """From the first evaluation on."""
     calls: int = 0
-    max_logprob_difference: float = 0.0
+    max_logprob_difference: float | None = None
+    """The largest between the engine's log-probs and the trainer's; None = no token could be compared yet."""
 
 
 class Journal(Closing):
@@ -78,7 +79,9 @@ class Journal(Closing):
                 self._rollouts.append(step, group.task_id, episode)
         account = self._account
         account.calls += int(figures["calls"])
-        account.max_logprob_difference = max(account.max_logprob_difference, figures.get("max_logprob_difference", 0.0))
+        if "max_logprob_difference" in figures:
+            seen = figures["max_logprob_difference"]
+            account.max_logprob_difference = max(account.max_logprob_difference or 0.0, seen)
         self._write(step, {"tokens_per_second": self._rate.step(figures["tokens"]), **figures})
         if step in (1, self._total_steps // 2, self._total_steps):
             self._show_best_and_worst(step, groups)

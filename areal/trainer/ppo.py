@@ -94,7 +94,7 @@ class PPOTrainer(Trainer):
             reference,
             config.seed,
             stale_samples=config.rollout.max_head_offpolicyness > 0,
-            seen_difference=account.max_logprob_difference,
+            seen_difference=account.max_logprob_difference or 0.0,
             same_arithmetic=config.rollout.dtype == "float32",
         )
 

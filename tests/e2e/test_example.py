@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from real_runs import CONFIG, Start, rows_of, summary_of
+from real_runs import CONFIG, Start, rows_of, sides_agree, summary_of
 
 AGENTS = "areal.workflow.openai.math_agent"
 
@@ -41,12 +41,16 @@ def test_log_probs_of_a_bfloat16_engine_are_recomputed(example: Start, run_dir: 
     run = example(*settings)
     assert run.wait() == 0, run.text
     assert [row["recomputed"] for row in training_rows(run_dir)] == [1, 1]
-    run = example(*settings, "actor.recompute_logprob=false", "trial_name=two")
+    # Synchronous, so that every token comes from the weights that are trained and can be compared.
+    run = example(*settings, "actor.recompute_logprob=false", "rollout.max_head_offpolicyness=0", "trial_name=two")
     assert run.wait() == 0, run.text
     rows = training_rows(run_dir.with_name("two"))
     assert [row["recomputed"] for row in rows] == [0, 0]
-    # A step may have no token of the present weights to compare; a difference of 0 would mean that it compared some.
-    assert all(row["max_logprob_difference"] > 1e-4 for row in rows if "max_logprob_difference" in row)
+    # A step in which no group has an advantage compares nothing and says nothing; both steps hardly ever are.
+    compared = [row["max_logprob_difference"] for row in rows if "max_logprob_difference" in row]
+    assert compared, run.text
+    assert min(compared) > 1e-4
+    assert summary_of(run_dir.with_name("two"))["max_logprob_difference"] == max(compared)
 
 
 def training_rows(run_dir: Path) -> list[dict[str, Any]]:
@@ -67,7 +71,7 @@ def test_the_other_agents_train_by_changing_only_the_workflow(
     assert run.wait() == 0, run.text
     summary = summary_of(run_dir)
     assert (summary["steps"], summary["rejections"]) == (2, {})
-    assert summary["max_logprob_difference"] < 1e-4
+    assert sides_agree(summary)
     assert max(row["calls"] for row in rows_of(run_dir / "rollouts.jsonl")) > 1
 
 

@@ -254,6 +254,14 @@ def test_run_without_held_out_tasks_has_no_verdict() -> None:
     assert "greedy" not in text
 
 
+def test_log_probs_that_were_never_compared_are_not_said_to_be_equal() -> None:
+    lines = display.results(SUMMARY | {"max_logprob_difference": None})
+    assert (
+        "engine and trainer log-probs were not compared: no token of the weights in training had an advantage" in lines
+    )
+    assert not any("differ by at most" in line for line in lines)
+
+
 def test_stopped_run_says_how_to_go_on() -> None:
     text = display.stopped(Path("runs/sort/blue"), 7, 20)
     assert text.splitlines() == [

@@ -85,6 +85,19 @@ def test_seconds_of_earlier_sessions_count(tmp_path: Path) -> None:
     run.close()
 
 
+def test_a_run_in_which_nothing_was_compared_does_not_claim_a_difference_of_zero(tmp_path: Path) -> None:
+    run = make_directory(tmp_path)
+    with Journal(run, 2, 0, Account()) as journal:
+        for step, seen in ((1, {}), (2, {"max_logprob_difference": 0.0})):
+            groups = make_batch(seed=step)
+            journal.step(step, groups, step_figures(groups, step, seen))
+            assert journal.summary()["max_logprob_difference"] == (0.0 if seen else None)
+    first, second = read_metrics(run.path)
+    assert "max_logprob_difference" not in first
+    assert second["max_logprob_difference"] == 0.0
+    run.close()
+
+
 Spans = list[tuple[float, float]]
 
 
