@@ -42,7 +42,13 @@ class ImageProcessor:
             )
 
     def check(self, text: str, images: Sequence[Image]) -> None:
-        """Refuse text that contains a placeholder of its own, which would put the images in wrong places."""
+        """Refuse text that contains a placeholder of its own, which would put the images in wrong places, and more
+        pixels than may be decoded for one call."""
+        pixels = sum(image.facts.width * image.facts.height for image in images)
+        if pixels > MAX_PIXELS_PER_CALL:
+            raise RequestError(
+                f"the new images of a call may have {MAX_PIXELS_PER_CALL} pixels, got {pixels}; shrink them"
+            )
         for token in self._tokens:
             expected = len(images) if token == self._placeholder else 0
             if (found := text.count(token)) != expected:
@@ -61,12 +67,16 @@ class ImageProcessor:
                 self._ids.put(key, ids)
             return list(ids)
 
+    def fill(self, ids: Sequence[int], images: Sequence[Image]) -> list[int]:
+        """The ids with each placeholder, a single token so far, replaced by the tokens of its image."""
+        placeholder = self.processor.tokenizer.convert_tokens_to_ids(self._placeholder)
+        waiting = iter(images)
+        filled: list[int] = []
+        for token in ids:
+            filled += self.encode(self._placeholder, [next(waiting)]) if token == placeholder else [token]
+        return filled
+
     def _process(self, text: str, images: Sequence[Image]) -> list[int]:
-        pixels = sum(image.facts.width * image.facts.height for image in images)
-        if pixels > MAX_PIXELS_PER_CALL:
-            raise RequestError(
-                f"the new images of a call may have {MAX_PIXELS_PER_CALL} pixels, got {pixels}; shrink them"
-            )
         try:
             decoded = [decode_image(image.data) for image in images]
         except ImageError as error:

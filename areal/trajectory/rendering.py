@@ -1,5 +1,8 @@
 """Messages to token ids and back, for one model. Owns every call of its tokenizer, chat template and image processor.
 
+A special token that a message merely spells stays text (`special_tokens`): rendered text has marks in such spellings,
+which `encode` understands and `plain` removes for whoever shows the text.
+
 It also says which ids a new turn adds to a recorded completion (`added_text`, `added_ids`). What the model sampled is
 never tokenised again, so the rendered conversation must split into
 
@@ -17,7 +20,7 @@ conversation has doubled. One that does not gets whole conversations from then o
 
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from typing import Any, Protocol
 
@@ -26,6 +29,7 @@ from areal.trajectory.images import ImageProcessor
 from areal.trajectory.message import Image, Message, same_words, text_of
 from areal.trajectory.parsers import AnswerFormat, choose
 from areal.trajectory.parsers.base import Tools
+from areal.trajectory.special_tokens import SpecialTokens
 from areal.utils import logging
 
 WHOLE_UP_TO = 16
@@ -77,10 +81,12 @@ class Renderer:
         """None = the model takes no images."""
         self._checks = 0
         self._template_options = {"chat_template": own_template} if own_template else {}
-        self._template_input = _TemplateInput(template, self.format)
+        self._special_tokens = SpecialTokens(tokenizer)
+        self._template_input = _TemplateInput(template, self.format, self.plain)
         # The tokenizer's Rust core: its Python wrapper costs more than the work.
         self._core = getattr(tokenizer, "backend_tokenizer", None)
         self._template_input.parts_only = "type" in str(template) and self._reads_parts_only()
+        self._special_tokens = SpecialTokens(tokenizer, self._find_turn_ids())
         self.turn_end_ids = self._find_turn_end_ids()
         """The special token with which the template closes an assistant's turn; not every tokenizer calls it `eos`."""
         if self.image_processor is not None:
@@ -88,7 +94,10 @@ class Renderer:
             self.image_processor.find_placeholder(self.render([{"role": "user", "content": content}], None))
 
     def render(self, messages: list[Message], tools: Tools | None) -> str:
-        """The conversation as text, up to where the assistant begins to speak."""
+        """The conversation as text, up to where the assistant begins to speak, for `encode` or `plain`."""
+        return self._render(self._special_tokens.broken(messages), self._special_tokens.broken(tools))
+
+    def _render(self, messages: list[Message], tools: Tools | None) -> str:
         try:
             return str(
                 self.tokenizer.apply_chat_template(
@@ -100,7 +109,11 @@ class Renderer:
                 )
             )
         except Exception as error:  # a template is a program of the model's authors: it may raise anything
-            raise RequestError(f"the model's chat template refuses these messages: {error}") from error
+            raise RequestError(f"the model's chat template refuses these messages: {self.plain(str(error))}") from error
+
+    def plain(self, rendered: str) -> str:
+        """Rendered text as a person reads it."""
+        return self._special_tokens.plain(rendered)
 
     def opens_thinking(self, prompt: str) -> bool:
         """Whether a rendered prompt, or the end of one, leaves the model inside its thinking."""
@@ -109,13 +122,28 @@ class Renderer:
     def encode(self, text: str, images: Sequence[Image] = ()) -> list[int]:
         """Images take time: call it in a thread if there are any. Raises RequestError for a broken one."""
         if self.image_processor is not None:
-            self.image_processor.check(text, images)
-        if images:
-            if self.image_processor is None:
-                raise RequestError("this model takes no images: it has no processor; leave them out")
+            self.image_processor.check(self.plain(text), images)
+        elif images:
+            raise RequestError("this model takes no images: it has no processor; leave them out")
+        if self._special_tokens.mark in text:
+            return self._encode_marked(text, images)
+        if self.image_processor is not None and images:
             return self.image_processor.encode(text, images)
-        if self._core is not None and self._core.truncation is None and self._core.padding is None:
-            return list(self._core.encode(text, add_special_tokens=False).ids)
+        return self._encode_text(text)
+
+    def _encode_marked(self, text: str, images: Sequence[Image]) -> list[int]:
+        ids = self._special_tokens.encode(text)
+        if ids is None:  # nothing that is cut in two is a special token
+            ids = [token for piece in text.split(self._special_tokens.mark) for token in self._encode_text(piece)]
+        if self.image_processor is not None and images:
+            ids = self.image_processor.fill(ids, images)
+        return ids
+
+    def _encode_text(self, text: str) -> list[int]:
+        core = self._core
+        # The wrapper leaves the options of its last call in the core, whoever made that call.
+        if core is not None and core.truncation is None and core.padding is None and not core.encode_special_tokens:
+            return list(core.encode(text, add_special_tokens=False).ids)
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def decode(self, ids: list[int]) -> str:
@@ -162,13 +190,17 @@ class Renderer:
     def _text_after(
         self, parent: Parent, before: list[Message], newer: list[Message], tools: Tools | None
     ) -> str | None:
-        prompt = self.render(before, parent.tools)
-        text = self.render([*before, parent.message, *newer], tools)
+        messages = self._special_tokens.broken([*before, parent.message, *newer])
+        offered = self._special_tokens.broken(tools)
+        earlier = offered if tools is parent.tools else self._special_tokens.broken(parent.tools)
+        prompt = self._render(messages[: len(before)], earlier)
+        text = self._render(messages, offered)
         if not text.startswith(prompt):
             return None
         rest = text[len(prompt) :]
-        if rest.startswith(parent.text):
-            return rest[len(parent.text) :]
+        after = self._special_tokens.after(rest, parent.text)
+        if after is not None:
+            return after
         found = self._from_end_token(parent, rest)
         return self._after_sentinel(parent, before, newer, tools, prompt, rest) if found is None else found
 
@@ -202,7 +234,7 @@ class Renderer:
 
     def _reads_as(self, rendered: str, parent: Parent) -> bool:
         """Whether a rendered turn says what the parent's message does; white space and the form of calls may differ."""
-        parsed = self.format.read(rendered, parent.tools, thinking=parent.thinking)
+        parsed = self.format.read(self.plain(rendered), parent.tools, thinking=parent.thinking)
         message = parent.message
         calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
         return (
@@ -221,16 +253,27 @@ class Renderer:
         except RequestError:
             return False
 
+    def _find_turn_ids(self) -> list[int]:
+        """The added tokens in a conversation without calls and thinking: those that begin and end turns."""
+        reasoning = self.format.reasoning
+        within = () if reasoning is None else (reasoning.open, reasoning.close)
+        added = getattr(self.tokenizer, "added_tokens_decoder", {})
+        ids = self._encode_text("".join(self._probe()))
+        return [token for token in ids if token in added and added[token].content not in within]
+
     def _find_turn_end_ids(self) -> list[int]:
+        _, closing = self._probe()
+        first = self._encode_text(closing.lstrip())[:1]
+        return [token for token in first if token in self._special_tokens.special_ids]
+
+    def _probe(self) -> tuple[str, str]:
+        """What the template writes before and after an answer; nothing if it asks for more than a question."""
         turn = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": self.sentinel}]
         try:
-            _, found, closing = self.render(turn, None).partition(self.sentinel)
+            before, found, closing = self.render(turn, None).partition(self.sentinel)
         except RequestError:
-            return []  # a template that asks for more than this still serves the conversations it accepts
-        first = self.encode(closing.lstrip())[:1] if found else []
-        added = getattr(self.tokenizer, "added_tokens_decoder", {})
-        special = {*self.tokenizer.all_special_ids, *(number for number, token in added.items() if token.special)}
-        return [token for token in first if token in special]
+            return "", ""  # it still serves the conversations that it accepts
+        return (before, closing) if found else ("", "")
 
 
 def _without_middle(before: list[Message], newer: list[Message]) -> list[Message]:
@@ -266,10 +309,11 @@ class _TemplateInput:
     """Messages as a chat template wants them: thinking where it looks for it, call ids of the length it insists on,
     images as parts without bytes."""
 
-    def __init__(self, template: Any, format: AnswerFormat) -> None:
+    def __init__(self, template: Any, format: AnswerFormat, plain: Callable[[str], str]) -> None:
         self._marks = None if "reasoning_content" in str(template) else format.reasoning
         """Put around thinking that the template can only find in the content."""
         self._short_ids = format.calls.short_call_ids
+        self._plain = plain
         self.parts_only = False
         """The template reads text only where it is a part."""
 
@@ -285,10 +329,10 @@ class _TemplateInput:
         if self._marks is not None and thought and message["role"] == "assistant":
             message = {**message, "content": self._marks.render(thought, message["content"])}
         if self._short_ids and message.get("tool_calls"):
-            calls = [{**call, "id": _short_id(call["id"])} for call in message["tool_calls"]]
+            calls = [{**call, "id": _short_id(self._plain(call["id"]))} for call in message["tool_calls"]]
             message = {**message, "tool_calls": calls}
         if self._short_ids and message.get("tool_call_id"):
-            message = {**message, "tool_call_id": _short_id(message["tool_call_id"])}
+            message = {**message, "tool_call_id": _short_id(self._plain(message["tool_call_id"]))}
         return message
 
     def _content(self, content: Any) -> Any:

@@ -81,7 +81,7 @@ class RLVRWorkflow(RolloutWorkflow):
         known = None if key is None else self._prompts.get(key)
         if known is None:
             text = self._renderer.render(messages, None)
-            known = text, self._renderer.encode(text)
+            known = self._renderer.plain(text), self._renderer.encode(text)
             if key is not None:
                 self._prompts.put(key, known)
         text, ids = known

@@ -45,7 +45,7 @@ class VisionRLVRWorkflow(RLVRWorkflow):
         prompt, images = self._renderer.render(messages, None), images_in(messages)
         ids = await asyncio.to_thread(self._renderer.encode, prompt, images)
         encoded = [image.data for image in images]
-        tensors = await self._complete(engine, data, prompt, ids, encoded)
+        tensors = await self._complete(engine, data, self._renderer.plain(prompt), ids, encoded)
         return None if tensors is None else {**tensors, "images": [encoded]}
 
     def _open_renderer(self, tokenizer: Any) -> Renderer:
