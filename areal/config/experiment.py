@@ -20,15 +20,19 @@ from areal.config.training import (
 
 @dataclass
 class DatasetConfig:
+    """Where tasks come from, and how many make a step."""
+
     path: str = ""
-    """`builtin:NAME`, a .jsonl or .parquet file with a task per row, or a directory of them or from `save_to_disk`."""
+    """`builtin:NAME`, a .jsonl or .parquet file with a task per row, a directory of such files or one that
+    `save_to_disk` wrote; empty = none."""
     split: str = ""
-    """Of a built-in task or of a directory; empty = train for train_dataset, test for valid_dataset."""
+    """Split of a built-in task or of a directory; empty = train for train_dataset, test for valid_dataset."""
     size: int | None = None
-    """Use this many tasks only; None = all."""
+    """Use only this many tasks; None = all."""
     batch_size: int = 32
     """Tasks per training step (each runs gconfig.n_samples episodes)."""
     shuffle: bool = True
+    """Take the tasks in a new random order in each epoch."""
 
     def __post_init__(self) -> None:
         require(self.batch_size >= 1, f"batch_size must be >= 1, got {self.batch_size}")
@@ -37,24 +41,36 @@ class DatasetConfig:
 
 @dataclass
 class ExperimentConfig:
+    """What every kind of training needs."""
+
     experiment_name: str = "experiment"
+    """Groups the runs of one experiment in a directory."""
     trial_name: str | None = None
-    """None = a new name made from the time; a given name resumes the run that has it."""
+    """Name of this run; None = a new one made from the time. The name of an unfinished run resumes it."""
     output_dir: str = "runs"
     """The run directory is output_dir/experiment_name/trial_name."""
     seed: int = 1
+    """Decides the order of tasks and minibatches, not what is sampled."""
     total_train_steps: int | None = None
     """Stop after this many steps; None = total_train_epochs decides."""
     total_train_epochs: int = 1
+    """Passes over train_dataset."""
     tokenizer_path: str = ""
-    """Empty = the actor's own."""
+    """A directory with a tokenizer; empty = the actor's own."""
     actor: ActorConfig = field(default_factory=ActorConfig)
+    """The model that is trained."""
     train_dataset: DatasetConfig = field(default_factory=DatasetConfig)
+    """Tasks to train on."""
     valid_dataset: DatasetConfig = field(default_factory=DatasetConfig)
+    """Tasks to evaluate on; without a path there is no evaluation."""
     evaluator: EvaluatorConfig = field(default_factory=EvaluatorConfig)
+    """When to evaluate."""
     saver: SaverConfig = field(default_factory=SaverConfig)
+    """When to write checkpoints."""
     recover: RecoverConfig = field(default_factory=RecoverConfig)
+    """Whether to resume."""
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    """Where processes run."""
 
     def __post_init__(self) -> None:
         for name in ("experiment_name", "trial_name"):
@@ -80,9 +96,13 @@ class PPOConfig(ExperimentConfig):
     reward_fn: str = ""
     """Import string of the reward function, for workflows whose constructor takes one and was given none."""
     gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
+    """How completions are sampled."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    """How episodes run."""
     proxy: ProxyConfig = field(default_factory=ProxyConfig)
+    """What agents call the model through."""
     ref: ReferenceConfig = field(default_factory=ReferenceConfig)
+    """What the KL penalty compares with."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,7 +1,7 @@
 """Fill a config dataclass from a YAML file and `a.b=c` overrides, refusing what it does not know.
 
 One rule for values: they must already have the field's type (a whole number is accepted where a number is wanted, and
-an override for a text field is taken to the letter, so `trial_name=007` stays `007`). Nothing is coerced silently.
+an override for a text field is taken literally, so `trial_name=007` stays `007`). Nothing is converted silently.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from areal.utils import logging
 T = TypeVar("T")
 
 RENAMED = {"rollout.openai": "rollout.agent"}
-"""Older spellings, accepted with a notice."""
+"""Older names of settings, accepted with a warning."""
 
 
 def load_expr_config(argv: Sequence[str], config_class: type[T]) -> tuple[T, str]:
@@ -34,7 +34,7 @@ def load_expr_config(argv: Sequence[str], config_class: type[T]) -> tuple[T, str
 
 
 def build(config_class: type[T], values: Mapping[str, Any], prefix: str = "", base: T | None = None) -> T:
-    """Make `config_class` from nested plain values, the rest from `base`; `prefix` is the dotted path in errors."""
+    """Make a `config_class` from nested plain values, the rest from `base`; `prefix` is the dotted path in errors."""
     hints = typing.get_type_hints(config_class)
     fields = {field.name: field for field in dataclasses.fields(config_class)}  # type: ignore[arg-type]
     kwargs = {} if base is None else {name: getattr(base, name) for name in fields}
@@ -52,7 +52,7 @@ def build(config_class: type[T], values: Mapping[str, Any], prefix: str = "", ba
 
 
 def _build_section(field: dataclasses.Field[Any], hint: Any, base: Any, value: Any, dotted: str) -> Any:
-    """A section keeps its owner's own defaults: GRPO's n_samples stays 8 where only the temperature is set."""
+    """A section keeps the defaults of its owner: GRPO's n_samples stays 8 if only the temperature is set."""
     if isinstance(value, Verbatim):
         value = value.parsed()
     if value is not None and not isinstance(value, Mapping):
@@ -63,7 +63,7 @@ def _build_section(field: dataclasses.Field[Any], hint: Any, base: Any, value: A
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """The config as plain values that `build` takes back."""
+    """The config as plain values, which `build` turns back into it."""
     return dataclasses.asdict(config)
 
 
@@ -159,7 +159,7 @@ def _is_text(hint: Any) -> bool:
 
 
 def _convert_optional(hint: Any, value: Any, dotted: str) -> Any:
-    """A field that may be None has one other type; that is all this project's configs use."""
+    """A field that may be None has one other type: the settings need no other unions."""
     plain = value.parsed() if isinstance(value, Verbatim) else value
     if plain is None:
         return None

@@ -11,15 +11,22 @@ from areal.config.errors import require
 
 @dataclass
 class OptimizerConfig:
+    """AdamW and its learning rate."""
+
     lr: float = 2e-4
+    """Learning rate after the warm-up."""
     beta1: float = 0.9
+    """Decay of the running mean of the gradient, per step."""
     beta2: float = 0.99
+    """Decay of the running mean of its square, per step."""
     eps: float = 1e-8
+    """Added to the denominator of a step."""
     weight_decay: float = 0.0
+    """AdamW's, of matrices only: at each step a weight shrinks by this share times the learning rate."""
     warmup_steps: int = 10
     """Steps over which the learning rate rises linearly from near 0."""
     lr_scheduler: Literal["constant", "cosine"] = "constant"
-    """constant, or cosine = falls to a tenth over the run."""
+    """constant after the warm-up; cosine = falls to a tenth by the end of the run."""
     gradient_clipping: float = 1.0
     """Largest gradient norm; 0 = no clipping."""
 
@@ -31,13 +38,16 @@ class OptimizerConfig:
 
 @dataclass
 class ActorConfig:
+    """The model that is trained, and its loss."""
+
     path: str = "builtin:tiny-math"
     """A Hugging Face directory or id, or `builtin:NAME` for a model this package makes itself."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """How gradients become steps."""
     max_tokens_per_mb: int = 16384
-    """Tokens in one forward and backward pass; bounds memory, does not change the result."""
+    """Tokens in one forward and backward pass; bounds the memory and does not change the result."""
     gradient_checkpointing: bool = False
-    """Compute each layer again in the backward pass instead of keeping what it computed: less memory, more time."""
+    """Recompute each layer in the backward pass instead of keeping its activations: less memory, more time."""
     ppo_n_minibatches: int = 1
     """Optimizer steps per batch."""
     eps_clip: float = 0.2
@@ -55,11 +65,11 @@ class ActorConfig:
     group_baseline: Literal["mean", "none"] = "mean"
     """What a return is compared with: the mean over the completions of its group, or nothing."""
     loss_norm: Literal["token", "completion"] = "token"
-    """The loss is a mean over tokens, or over completions of their token means."""
+    """The loss is a mean over tokens, or over completions, each with the mean of its tokens."""
     use_decoupled_loss: bool = False
-    """Clip around recomputed log-probs of the policy before the update, and weigh by its ratio to the sampler."""
+    """Clip around recomputed log-probs of the policy before the update, and weight by their ratio to the sampler's."""
     behave_imp_weight_cap: float | None = 5.0
-    """Decoupled loss: tokens whose behaviour weight exceeds this are left out; None = none are."""
+    """Decoupled loss: tokens whose weight exceeds this are left out; None = none are."""
     recompute_logprob: Literal[True, False, "auto"] = "auto"
     """Clip around the trainer's log-probs in place of the sampler's; auto = once they have been seen to differ. With
     rollout.max_head_offpolicyness > 0 this implies the decoupled loss, which keeps the weight of the sampler's."""
@@ -82,16 +92,20 @@ class ActorConfig:
 
 @dataclass
 class ReferenceConfig:
+    """The reference model of the KL penalty."""
+
     path: str = ""
-    """The frozen model that the KL penalty measures against; usually the same as actor.path."""
+    """The frozen model that the KL penalty compares with, usually the same as actor.path; empty = none."""
 
 
 @dataclass
 class EvaluatorConfig:
+    """When the policy is evaluated."""
+
     freq_steps: int | None = None
-    """Evaluate on valid_dataset every this many steps, and before the first and after the last; None = only those."""
+    """Evaluate on valid_dataset every this many steps, before the first and after the last; None = only those two."""
     greedy: bool = True
-    """Also measure greedy success, before the first and after the last step."""
+    """Also evaluate with greedy decoding, before the first and after the last step."""
 
     def __post_init__(self) -> None:
         require(self.freq_steps is None or self.freq_steps >= 1, f"freq_steps must be >= 1, got {self.freq_steps}")
@@ -99,8 +113,10 @@ class EvaluatorConfig:
 
 @dataclass
 class SaverConfig:
+    """When checkpoints are written, and how many are kept."""
+
     freq_steps: int | None = 50
-    """Write a checkpoint every this many steps, beside after the last and on Ctrl-C; None = only those."""
+    """Write a checkpoint every this many steps, after the last and on Ctrl-C; None = only those two."""
     keep: int = 2
     """Checkpoints kept; older ones are removed after a newer one is complete."""
 
@@ -111,16 +127,20 @@ class SaverConfig:
 
 @dataclass
 class RecoverConfig:
+    """What happens to a run that exists."""
+
     mode: Literal["auto", "off"] = "auto"
     """An unfinished run of the same name is resumed (auto) or refused (off). A finished one is always refused."""
 
 
 @dataclass
 class SchedulerConfig:
+    """Where the processes of a run are placed, and with how many threads."""
+
     type: Literal["local"] = "local"
-    """Who places the processes: local = this machine."""
+    """local = processes on this machine."""
     threads: int | None = None
-    """Threads that the engine and the trainer compute with, each; None = shared out from the machine's cores."""
+    """Threads that the engine and the trainer each compute with; None = the machine's cores are shared out."""
 
     def __post_init__(self) -> None:
         require(self.threads is None or self.threads >= 1, f"threads must be >= 1, got {self.threads}")

@@ -52,7 +52,7 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _decimal)
 
 @dataclass(frozen=True)
 class Verbatim:
-    """The right side of `key=value`, which means its own letters to a text field and YAML to every other."""
+    """The right side of `key=value`: a text field takes it literally, every other reads it as YAML."""
 
     text: str
 
