@@ -4,15 +4,27 @@
 ProxyLimits.
 """
 
+import operator
 from dataclasses import dataclass, field, fields, replace
+from numbers import Real
 from typing import Any, Literal
 
 from areal.config.errors import require
 from areal.utils.net import is_loopback
+from areal.utils.shorten import shown
+
+GREEDY_BELOW = 1e-4
+"""Smaller temperatures are greedy: logits divided by them might leave float32."""
+MAX_TEMPERATURE = 3.4e38
+"""What float32 holds."""
+MAX_COUNT = 2**31
+"""Of tokens, samples and the like; far more than any model has."""
 
 
 @dataclass
 class GenerationHyperparameters:
+    """How completions are sampled."""
+
     n_samples: int = 1
     """Episodes per task; together they form the group that advantages are computed in."""
     max_new_tokens: int = 512
@@ -22,30 +34,59 @@ class GenerationHyperparameters:
     greedy: bool = False
     """Take the likeliest token; the same as temperature 0."""
     temperature: float = 1.0
+    """Logits are divided by it before a token is drawn; below 1e-4 the likeliest token is taken (see `greedy`)."""
     top_p: float = 1.0
+    """Sample among the likeliest tokens that together have this probability, at least one; 1 = all."""
     top_k: int = 0
     """Sample among this many likeliest tokens; 0 = all."""
     stop_token_ids: list[int] = field(default_factory=list)
+    """Tokens that end a completion; the one that does is kept."""
     stop: list[str] = field(default_factory=list)
     """Texts that end a completion; the token that completes one is kept."""
     seed: int | None = None
     """Makes one request reproducible; None = a fresh seed for each."""
 
     def __post_init__(self) -> None:
-        require(self.n_samples >= 1, f"n_samples must be >= 1, got {self.n_samples}")
-        require(self.max_new_tokens >= 1, f"max_new_tokens must be >= 1, got {self.max_new_tokens}")
+        self.n_samples = _integer("n_samples", self.n_samples, 1)
+        self.max_new_tokens = _integer("max_new_tokens", self.max_new_tokens, 1)
+        self.min_new_tokens = _integer("min_new_tokens", self.min_new_tokens, 0)
         require(
-            0 <= self.min_new_tokens <= self.max_new_tokens,
-            f"min_new_tokens must lie in [0, max_new_tokens={self.max_new_tokens}], got {self.min_new_tokens}",
+            self.min_new_tokens <= self.max_new_tokens,
+            f"min_new_tokens must be <= max_new_tokens={self.max_new_tokens}, got {self.min_new_tokens}",
         )
-        require(self.temperature >= 0, f"temperature must be >= 0, got {self.temperature}; use 0 for greedy")
-        require(0 < self.top_p <= 1, f"top_p must lie in (0, 1], got {self.top_p}; use 1 for no limit")
-        require(self.top_k >= 0, f"top_k must be >= 0, got {self.top_k}; use 0 for no limit")
+        require(isinstance(self.greedy, bool), f"greedy must be true or false, got {shown(self.greedy)}")
+        require(
+            _is_number(self.temperature) and 0 <= self.temperature <= MAX_TEMPERATURE,
+            f"temperature must be a number >= 0 that float32 holds, got {shown(self.temperature)}; use 0 for greedy",
+        )
+        self.temperature = float(self.temperature)
+        require(
+            _is_number(self.top_p) and 0 < self.top_p <= 1,
+            f"top_p must lie in (0, 1], got {shown(self.top_p)}; use 1 for no limit",
+        )
+        self.top_p = float(self.top_p)
+        self.top_k = _integer("top_k", self.top_k, 0, remedy="; use 0 for no limit")
+        if self.seed is not None:
+            self.seed = _integer("seed", self.seed, -(2**63), 2**64 - 1)
+        require(
+            isinstance(self.stop_token_ids, list | tuple),
+            f"stop_token_ids must be a list of integers, got {shown(self.stop_token_ids)}",
+        )
+        self.stop_token_ids = [_integer("stop_token_ids", token, -MAX_COUNT) for token in self.stop_token_ids]
+        require(
+            isinstance(self.stop, list | tuple) and all(isinstance(text, str) for text in self.stop),
+            f"stop must be a list of texts, got {shown(self.stop)}",
+        )
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the likeliest token is taken, by `greedy` or by a temperature too small to divide by."""
+        return self.greedy or self.temperature < GREEDY_BELOW
 
     @property
     def sampling_temperature(self) -> float:
         """What logits are divided by: a greedy choice is made on undivided ones."""
-        return 1.0 if self.greedy else self.temperature or 1.0
+        return 1.0 if self.is_greedy else self.temperature
 
     def new(self, **overrides: Any) -> "GenerationHyperparameters":
         """A copy with some fields changed."""
@@ -60,31 +101,45 @@ class GenerationHyperparameters:
         return self.new(stop_token_ids=ids)
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _integer(name: str, value: Any, low: int, high: int = MAX_COUNT, remedy: str = "") -> int:
+    """The value as Python's own integer, in [low, high]."""
+    whole = hasattr(value, "__index__") and not isinstance(value, bool)
+    limits = f"an integer in [{low}, {high}]"
+    require(whole and low <= operator.index(value) <= high, f"{name} must be {limits}, got {shown(value)}{remedy}")
+    return operator.index(value)
+
+
 @dataclass
 class ProxyLimits:
+    """What one client of the proxy may take from the others."""
+
     max_sessions: int = 10_000
     """Sessions open at once."""
     max_calls_per_session: int = 64
     """Calls of one session running at once; one more is answered 429."""
     max_tokens_per_session: int | None = None
-    """Tokens that the calls of one session may take, prompts and answers counted; a call that might take more is
+    """Tokens that the calls of one session may use, prompts and answers together; a call that might use more is
     answered 429. None = no limit."""
     max_body_bytes: int = 16 * 2**20
     """Size of a request's body; a bigger one is answered 413."""
     max_choices: int = 128
     """Largest `n` of one request."""
     body_timeout_seconds: float = 30.0
-    """Time a client may take to send the head of a request, and then its body."""
+    """Seconds a client may take to send the head of a request, and again for its body."""
     call_timeout_seconds: float = 3600.0
-    """Time the engine may take for one call; longer is answered 503."""
+    """Seconds the engine may take for one call; a longer one is answered 503."""
     session_timeout_seconds: float = 3600.0
-    """Time that a session opened over HTTP may stay open before it is ended for its agent."""
+    """Seconds that a session opened over HTTP may stay open before the proxy ends it."""
     reward_timeout_seconds: float = 600.0
-    """Time after such a session ends in which its reward may still come."""
+    """Seconds after such a session ends in which its reward may still arrive."""
     remembered_answers: int = 64
-    """Answers of a session that a retry is given again; one of an older call is a new sample."""
+    """Answers of a session that a retry gets again; a retry of an older call is a new sample."""
     remembered_ended_sessions: int = 10_000
-    """Ended sessions whose keys answer 410; older ones answer 401 like keys that never were."""
+    """Ended sessions whose keys are answered 410; older keys are answered 401, like unknown ones."""
 
     def __post_init__(self) -> None:
         for limit in fields(self):
@@ -101,43 +156,48 @@ class ProxyLimits:
 
 @dataclass
 class ProxyConfig:
+    """The proxy that agents call the model through."""
+
     host: str = "127.0.0.1"
-    """Address that the proxy of a rollout worker listens on; beyond loopback it needs an admin_key."""
+    """Address that the proxy of a rollout worker listens on; one that is not loopback needs an admin_key."""
     port: int = 0
     """0 = a free one for each worker."""
     admin_key: str = ""
-    """Manages sessions over HTTP and calls no model; empty = one is made for the run."""
+    """The key that manages sessions over HTTP and cannot call the model; empty = one is made for the run."""
     drop_params: bool = False
-    """Go on without request parameters that cannot be honoured, with a line in the log, instead of answering 400."""
+    """Ignore request parameters that cannot be honoured, with a line in the log, instead of answering 400."""
     tool_parser: str | None = None
-    """How the model writes tool calls: hermes, qwen3_coder, llama3, mistral, …; None = as its chat template does."""
+    """How the model writes tool calls: hermes, qwen3_coder, llama3, mistral, …; None = found from its chat template."""
     reasoning_parser: str | None = None
-    """How it marks thinking: think, mistral, or none = thinking is text; None = as its chat template does."""
+    """How it marks reasoning: think, mistral, or none = reasoning is text; None = found from its chat template."""
     limits: ProxyLimits = field(default_factory=ProxyLimits)
+    """What one client may take from the others."""
 
     def __post_init__(self) -> None:
         require(0 <= self.port < 65536, f"port must lie in [0, 65535], got {self.port}; use 0 for a free one")
         require(
             is_loopback(self.host) or self.admin_key != "",
-            f"host={self.host} lets other machines in and needs an explicit admin_key; set one, or use 127.0.0.1",
+            f"host={self.host} can be reached from other machines and needs an admin_key; set one, or use 127.0.0.1",
         )
 
 
 @dataclass
 class AgentConfig:
+    """Where and how the episodes of an agent run."""
+
     mode: Literal["inline", "subproc", "online"] = "inline"
     """Where an agent runs: inline = in the rollout worker's event loop; subproc = in processes that may be killed;
-    online = outside this system, from where it asks for sessions over HTTP."""
+    online = outside this system, asking for sessions over HTTP."""
     self_reward: bool = False
-    """Mode online: let a session's own key reward and end its session; else only the admin key can."""
+    """Mode online: a session's own key may reward and end the session; otherwise only the admin key may."""
     subproc_max_workers: int = 4
-    """Processes of each rollout worker in mode subproc, each with one episode at a time."""
+    """Mode subproc: processes of each rollout worker, each with one episode at a time."""
     timeout_seconds: float = 600.0
-    """An episode that takes longer is cancelled and rejected as `timeout`."""
+    """Seconds; an episode that takes longer is cancelled and rejected as `timeout`."""
     turn_discount: float = 1.0
-    """What a later turn's return is worth to the turn before it."""
+    """Factor on a later turn's return as part of the return of the turn before it."""
     export_style: Literal["individual", "concat"] = "individual"
-    """individual = a row per completion; concat = a row per conversation leaf."""
+    """individual = a training row per completion; concat = a row per leaf of the conversation tree."""
 
     def __post_init__(self) -> None:
         require(self.subproc_max_workers >= 1, f"subproc_max_workers must be >= 1, got {self.subproc_max_workers}")
@@ -147,6 +207,8 @@ class AgentConfig:
 
 @dataclass
 class RolloutConfig:
+    """How many episodes run, how far they may lag behind the policy, and where."""
+
     max_head_offpolicyness: int = 2
     """How many versions a trained sample may lag behind the policy; 0 = synchronous."""
     max_concurrent_rollouts: int = 256
@@ -161,12 +223,14 @@ class RolloutConfig:
     in_process: bool = False
     """Run the episodes inside the driver, for breakpoints and tests."""
     stall_seconds: float | None = 0.5
-    """Code that holds a worker's event loop for longer is reported with its line; None = nobody watches."""
+    """Code that blocks a worker's event loop for longer than this many seconds is reported with its line; None = the
+    loop is not watched."""
     agent: AgentConfig = field(default_factory=AgentConfig)
+    """How agents run, and how long an episode may take."""
 
     @property
-    def turns(self) -> int:
-        """Episodes that one may have to wait for in its worker, itself counted: processes take one at a time."""
+    def rounds(self) -> int:
+        """How many rounds the episodes of a worker may need: in mode subproc, a process runs one at a time."""
         if self.agent.mode != "subproc":
             return 1
         return -(-self.max_concurrent_rollouts // self.agent.subproc_max_workers)
@@ -185,7 +249,7 @@ class RolloutConfig:
         )
         require(
             self.agent.mode != "online" or self.num_workers == 1,
-            f"agent.mode=online has one address for all agents, got num_workers={self.num_workers}; set it to 1",
+            f"agent.mode=online gives all agents one address, got num_workers={self.num_workers}; set it to 1",
         )
         require(
             not self.in_process or self.num_workers == 1,

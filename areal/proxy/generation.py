@@ -23,6 +23,7 @@ from areal.trajectory.message import ImageCache, Message
 from areal.trajectory.parsers.base import Tools
 from areal.trajectory.rendering import Renderer
 from areal.trajectory.tree import Completion, Prompt, Tree
+from areal.utils.shorten import shown
 
 
 @dataclass(frozen=True)
@@ -200,7 +201,7 @@ class Generation:
             response,
             answer,
             completion_id=f"{prepared.call.id_prefix}{name}",
-            temperature=prepared.gconfig.temperature,
+            temperature=prepared.gconfig.sampling_temperature,
             choice=choice,
         )
         if prepared.call.instructions is not None:
@@ -239,7 +240,7 @@ def _past(session: Session, response_id: str) -> list[Message]:
     completion = session.tree.by_id(response_id)
     if completion is None:
         raise bad_request(
-            f"previous_response_id must be the id of an answer of this session, got {response_id!r}",
+            f"previous_response_id must be the id of an answer of this session, got {shown(response_id)}",
             "previous_response_id",
             "previous_response_not_found",
         )
@@ -260,13 +261,13 @@ def _sampling(
     """The session's settings, changed by what the call asks for; `call_end` is the text that ends a tool call."""
     changes: dict[str, Any] = {"max_new_tokens": _max_new_tokens(base, call, prompt_length, max_positions)}
     changes["min_new_tokens"] = min(base.min_new_tokens, changes["max_new_tokens"])
-    temperature = base.temperature if call.temperature is None else call.temperature
-    greedy = temperature == 0 or (base.greedy and call.temperature is None)
-    # Nothing is drawn by a greedy answer; its log-probs are those of temperature 1.
-    changes |= {"greedy": greedy, "temperature": 1.0 if greedy else temperature}
+    if call.temperature is not None:
+        changes |= {"greedy": False, "temperature": call.temperature}
     asked = {"top_p": call.top_p, "top_k": call.top_k, "seed": call.seed}
     changes |= {name: value for name, value in asked.items() if value is not None}
-    return base.new(**changes, stop=_stop(base, call, call_end))
+    sampling = base.new(**changes, stop=_stop(base, call, call_end))
+    # Nothing is drawn by a greedy answer; its log-probs are those of temperature 1.
+    return sampling.new(greedy=True, temperature=1.0) if sampling.is_greedy else sampling
 
 
 def _max_new_tokens(base: GenerationHyperparameters, call: Call, prompt_length: int, max_positions: int) -> int:

@@ -113,8 +113,9 @@ async def test_request_overrides_the_sessions_sampling(client, engine):
     assert not sampling.greedy
 
 
-async def test_temperature_zero_is_greedy(client, engine, session):
-    await ask(client, temperature=0)
+@pytest.mark.parametrize("temperature", [0, 1e-38, 9e-5])
+async def test_a_temperature_of_about_zero_is_greedy(client, engine, session, temperature):
+    await ask(client, temperature=temperature)
     assert engine.requests[0].gconfig.greedy
     assert session.tree.last.temperature == 1.0
 

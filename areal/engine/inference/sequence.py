@@ -82,7 +82,8 @@ class SequenceState:
 
     @property
     def temperature(self) -> float:
-        return 0.0 if self.gconfig.greedy else self.gconfig.temperature
+        """0 = greedy."""
+        return 0.0 if self.gconfig.is_greedy else self.gconfig.temperature
 
     @property
     def must_go_on(self) -> bool:

@@ -1,0 +1,20 @@
+"""Values in messages: enough of them to be recognised, never all of something long."""
+
+from typing import Any
+
+SHOWN_CHARACTERS = 200
+
+
+def shown(value: Any, most: int = SHOWN_CHARACTERS) -> str:
+    """The value as Python writes it, cut after `most` characters. Works for values that cannot be written, too."""
+    if isinstance(value, str):
+        value = value[:most]  # one character too few at worst, because of the quotes, and no megabytes to escape
+    try:
+        text = repr(value)
+    except Exception:  # the value may be anything: an integer of too many digits, an object whose repr raises
+        return f"<{type(value).__name__}>"
+    return shortened(text, most)
+
+
+def shortened(text: str, most: int = SHOWN_CHARACTERS) -> str:
+    return text if len(text) <= most else text[:most] + "…"
