@@ -142,8 +142,10 @@ class _PPORun(TrainingRun):
             policy = self._update.step(groups)
             self._training.append((taken, time.monotonic()))
             self._settle(groups)
-            self._fleet.publish(self._engine.publish())
-            self._record(groups, {**step_figures(groups, version, policy), "wait_seconds": taken - began}, began)
+            try:
+                self._fleet.publish(self._engine.publish())
+            finally:  # what a checkpoint counts is written down, even if the engine never got these weights
+                self._record(groups, {**step_figures(groups, version, policy), "wait_seconds": taken - began}, began)
             if self._due(self._saver.freq_steps):
                 self._save()
             if self._due(self._config.evaluator.freq_steps):
