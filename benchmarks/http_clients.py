@@ -1,8 +1,8 @@
 """An HTTP client per episode against the one that all episodes share, in 256 episodes of one model call each.
 
-Through the real proxy, with an engine that costs nothing, all in this process: processor time is that of both ends. A
-client of its own reaches the proxy over TCP, the shared one without the network. The guide for agents claims some 50 ms
-for each client and 10 s for 256.
+Calls go through the real proxy to an engine that costs nothing, all in this process, so processor time is that of both
+ends. A client per episode reaches the proxy over TCP, the shared one without the network. The guide for agents claims
+some 50 ms for each client and 10 s for 256.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""The reward functions that `benchmarks.reward_pool` calls: a module of its own, since every worker imports it."""
+"""The reward functions that `benchmarks.reward_pool` calls, in a light module because every worker imports it."""
 
 import os
 import time
@@ -21,7 +21,7 @@ def busy(prompt: str, completion: str, prompt_ids: list[int], completion_ids: li
 
 
 def survive(kind: str, number: int) -> int:
-    """The square of `number`, unless `kind` is one of the ways not to return."""
+    """The square of `number`, unless `kind` is a way of not returning."""
     if kind == "loop":
         while True:
             pass

@@ -19,7 +19,7 @@ def concat_padded_tensors(dicts: Sequence[dict[str, Any]], pad_value: float = 0)
     """Join tensor dicts along the batch, padding [B, L, …] tensors on the right to the longest L.
 
     Lists with an entry per row, like `images`, are joined as lists. A dict that has `input_ids` but no `attention_mask`
-    gets one that is all true, so that padding can be told from tokens.
+    gets one that is all true, which tells tokens from padding.
     """
     if not dicts:
         raise ValueError("concat_padded_tensors needs at least one dict, got none")

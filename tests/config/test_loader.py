@@ -74,7 +74,7 @@ def test_off_is_a_word_not_a_boolean(tmp_path: Path) -> None:
     assert refusal("train_dataset.shuffle=yes") == "train_dataset.shuffle must be true or false, got 'yes'"
 
 
-def test_lists_come_from_both_doors(tmp_path: Path) -> None:
+def test_lists_come_from_file_and_overrides(tmp_path: Path) -> None:
     assert load("gconfig.stop=[a, b]").gconfig.stop == ["a", "b"]
     assert load_text(tmp_path, "gconfig: {stop_token_ids: [1, 2]}").gconfig.stop_token_ids == [1, 2]
     assert refusal("gconfig.stop_token_ids=[1, x]") == "gconfig.stop_token_ids[1] must be a whole number, got 'x'"

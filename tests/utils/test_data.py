@@ -72,7 +72,7 @@ def test_nothing_to_join_is_refused() -> None:
         concat_padded_tensors([])
 
 
-def test_pictures_are_joined_row_by_row() -> None:
+def test_images_are_joined_row_by_row() -> None:
     one = {"input_ids": torch.tensor([[1, 2]]), "images": [[b"red", b"blue"]]}
     two = {"input_ids": torch.tensor([[3], [4]]), "images": [[], [b"red"]]}
     assert concat_padded_tensors([one, two])["images"] == [[b"red", b"blue"], [], [b"red"]]

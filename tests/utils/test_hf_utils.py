@@ -47,7 +47,7 @@ def test_it_stays_so_after_pickling_and_after_saving(directory: Path, tmp_path: 
     check(load_hf_tokenizer(tmp_path))
 
 
-def test_processor_shows_pictures_and_its_tokenizer_gives_plain_lists(vision_directory: Path) -> None:
+def test_processor_takes_images_and_its_tokenizer_gives_plain_lists(vision_directory: Path) -> None:
     processor = load_hf_processor(vision_directory)
     ids = processor.tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True)
     assert isinstance(ids, list)

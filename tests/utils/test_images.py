@@ -1,4 +1,4 @@
-"""Pictures from whatever holds one, and what is refused before it can do harm."""
+"""Images from whatever holds one, and what is refused before it can do harm."""
 
 import io
 import struct
@@ -25,7 +25,7 @@ def bomb(width: int, height: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + chunks
 
 
-def test_whatever_holds_a_picture_gives_the_same_bytes(tmp_path: Path) -> None:
+def test_whatever_holds_an_image_gives_the_same_bytes(tmp_path: Path) -> None:
     path = tmp_path / "a red one.png"
     path.write_bytes(RED)
     for source in (data_url(RED), RED, bytearray(RED), path, str(path), path.as_uri()):
@@ -69,7 +69,7 @@ def test_photograph_is_turned_as_its_camera_says() -> None:
         (7, "got int"),
     ],
 )
-def test_what_is_no_picture_or_too_big_is_refused(source: Any, says: str) -> None:
+def test_what_is_not_an_image_or_too_big_is_refused(source: Any, says: str) -> None:
     with pytest.raises(ImageError, match=says.replace("(", r"\(")):
         encode_image(source)
 
@@ -81,7 +81,7 @@ def test_data_url_reader_reads_nothing_else(url: str) -> None:
 
 
 @pytest.mark.parametrize("data", [RED[:-40], bomb(40, 32)], ids=["cut off", "nothing in it"])
-def test_broken_picture_is_refused_when_it_is_decoded(data: bytes) -> None:
+def test_broken_image_is_refused_when_it_is_decoded(data: bytes) -> None:
     encode_image(data)
     with pytest.raises(ImageError, match="must be whole"):
         decode_image(data)

@@ -38,7 +38,7 @@ def test_frames_before_the_other_ends_death_are_still_read(ends: tuple[PoolChann
         channel.receive()
 
 
-def test_frame_that_nobody_takes_is_given_up_at_the_deadline(ends: tuple[PoolChannel, socket.socket]) -> None:
+def test_frame_that_is_not_taken_is_given_up_at_the_deadline(ends: tuple[PoolChannel, socket.socket]) -> None:
     channel, _ = ends
     with pytest.raises(TimeoutError):
         channel.send(PoolFrame.CALLS, bytes(1 << 24), deadline=time.monotonic() + 0.01)

@@ -119,18 +119,18 @@ class Workers:
     def _next(self) -> deque[PoolCall]:
         """Half of a process's share of the queue, so that none is left with much work when the others have finished."""
         calls: deque[PoolCall] = deque()
-        room = min(_MAX_CALLS, -(-len(self._queue) // (2 * self._size)))
-        room_bytes = _MAX_BYTES
-        while self._queue and len(calls) < room:
+        limit = min(_MAX_CALLS, -(-len(self._queue) // (2 * self._size)))
+        bytes_left = _MAX_BYTES
+        while self._queue and len(calls) < limit:
             call = self._queue[0]
-            if calls and (call.function.digest != calls[0].function.digest or len(call.arguments) > room_bytes):
+            if calls and (call.function.digest != calls[0].function.digest or len(call.arguments) > bytes_left):
                 break
             self._queue.popleft()
             if call.future.cancelled():
                 call.settle()
                 continue
             calls.append(call)
-            room_bytes -= len(call.arguments)
+            bytes_left -= len(call.arguments)
         return calls
 
 
