@@ -4,6 +4,7 @@
 #   make test-fast              run the unit tests: no processes, no models, under a minute
 #   make test [ARGS="-k name"]  run all tests
 #   make test-camel             run those with CAMEL-AI, which need an environment of their own
+#   make fuzz [ARGS="--seed 2"] send the proxy 20,000 mutated requests; fails on any 500, hang or long echo
 #   make lint                   ruff (rules and format) and the type checker
 #   make venv                   only the environment that `make test` and `make lint` use
 #   make clean                  remove the environments and caches; runs/ is kept
@@ -15,7 +16,7 @@ TORCH := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test test-fast test-camel lint venv clean
+.PHONY: help demo test test-fast test-camel fuzz lint venv clean
 .DELETE_ON_ERROR:
 
 help:
@@ -33,6 +34,9 @@ test: .venv/.installed-dev
 test-camel: .venv-camel/.installed
 	@.venv-camel/bin/python -c 'import camel.agents'  # else its tests would be skipped
 	@.venv-camel/bin/python -m pytest tests/frameworks tests/e2e/test_framework_training.py -k camel $(ARGS)
+
+fuzz: .venv/.installed-dev
+	@$(BIN)/python -m benchmarks.fuzz $(ARGS)
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .

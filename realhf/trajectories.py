@@ -15,6 +15,7 @@ import numpy as np
 
 from areal.api.errors import AgentFailed, RewardInvalid
 from areal.api.messages import Array, Row
+from areal.api.reward_api import LARGEST_REWARD
 from areal.proxy import Interaction
 from areal.trajectory.rewards import discounted_returns
 from realhf.api.core.agent_api import SequenceSample
@@ -81,8 +82,12 @@ def sequences_of_sample(sample: Any, name: str) -> list[TrainedSequence]:
         raise AgentFailed(f"{name} returned a wrong SequenceSample: " + "; ".join(faults))
     parts = {key: _split(array, key, lengths) for key, array in arrays.items()}
     returns = arrays.get("returns", arrays["rewards"])
-    if not (np.isfinite(arrays["rewards"]).all() and np.isfinite(returns).all()):
-        raise RewardInvalid(f"rewards and returns must be finite, {name} returned {arrays['rewards']} and {returns}")
+    for given in (arrays["rewards"], returns):
+        if not (np.abs(given) <= LARGEST_REWARD).all():  # so NaN is refused too
+            raise RewardInvalid(
+                f"rewards and returns must be finite in float32 (at most {LARGEST_REWARD:.3g} in size), got {given} "
+                f"from {name}; scale them down"
+            )
     masks = parts["loss_mask"] if "loss_mask" in parts else [part == 0 for part in parts["prompt_mask"]]
     return [
         TrainedSequence(
@@ -215,6 +220,7 @@ def _row(sequence: TrainedSequence, chosen: Sequence[SampledGeneration]) -> Row:
         temperatures=np.ones(length, np.float32),
         reward=sequence.reward,
         truncated=chosen[-1].truncated,
+        truncated_completions=[each.index for each in chosen[:-1] if each.truncated],
     )
     for each in chosen:
         sampled = np.flatnonzero(sequence.trained[each.answer])

@@ -29,6 +29,7 @@ from areal.utils.process_pool.pool import (
     LoadFailed,
     PackedFunction,
 )
+from areal.utils.shorten import shown
 
 __all__ = ["AsyncRewardWrapper", "Limits", "Outcome", "Reject", "Value", "as_reward", "python_scalar"]
 
@@ -155,23 +156,26 @@ def _outcome(failure: CallError) -> Outcome:
     return next((outcome for kind, outcome in _OUTCOMES if isinstance(failure, kind)), Outcome.EXCEPTION)
 
 
+LARGEST_REWARD = (2 - 2**-23) * 2.0**127
+"""The largest number that float32 holds, in which rewards are trained on."""
+
+
 def as_reward(value: Any, source: str) -> float:
-    """A reward as a float. Raises RewardInvalid, which names `source`, for what is not a finite number.
+    """A reward as a float. Raises RewardInvalid, which names `source`, for what is not a finite number in float32.
 
     Bools and scalars of numpy and torch are numbers; text that looks like one is not.
     """
     plain = python_scalar(value)
     try:
-        if isinstance(plain, Real) and math.isfinite(plain):
-            return float(plain)
+        number = float(plain) if isinstance(plain, Real) else math.nan
     except OverflowError:
-        pass  # an int too large for a float
-    shown = repr(value)
-    shown = shown if len(shown) <= 200 else shown[:200] + "…"
-    raise RewardInvalid(
-        f"a reward must be a finite number, got {type(value).__name__} {shown} from {source}; "
-        "give an int, a float, a bool, or a 0-d array or tensor"
-    )
+        number = 2 * LARGEST_REWARD  # an integer that no float holds
+    if abs(number) <= LARGEST_REWARD:
+        return number
+    rule, remedy = "a finite number", "give an int, a float, a bool, or a 0-d array or tensor"
+    if math.isfinite(number):
+        rule, remedy = f"at most {LARGEST_REWARD:.3g} in size (float32)", "scale rewards down"
+    raise RewardInvalid(f"a reward must be {rule}, got {type(value).__name__} {shown(value)} from {source}; {remedy}")
 
 
 def python_scalar(value: Any) -> Any:

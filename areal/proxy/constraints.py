@@ -19,7 +19,7 @@ import orjson
 
 from areal.api.io_struct import Grammar
 from areal.proxy.errors import bad_request
-from areal.proxy.json_schema import json_rule, rebase
+from areal.proxy.json_schema import json_rule, rebase, require_schema
 from areal.proxy.types import Call
 from areal.trajectory.parsers import AnswerFormat, ToolCall
 from areal.trajectory.parsers.base import CallFrame, ToolSyntax
@@ -34,6 +34,7 @@ from areal.trajectory.parsers.qwen3_coder import (
 )
 from areal.trajectory.parsers.reader import ReasoningMarks
 from areal.utils.bounded_cache import BoundedCache
+from areal.utils.shorten import shortened, shown
 
 REMEMBERED_GRAMMARS = 256
 
@@ -116,7 +117,7 @@ def _callable_tools(call: Call) -> list[dict[str, Any]]:
     if call.forced_tool is not None:
         tools = [tool for tool in tools if tool["function"]["name"] == call.forced_tool]
     if not tools and (call.forced_tool is not None or call.tool_choice == "required"):
-        named = "a tool" if call.forced_tool is None else f"the tool {call.forced_tool!r}"
+        named = "a tool" if call.forced_tool is None else f"the tool {shown(call.forced_tool)}"
         raise bad_request(f"tool_choice demands a call of {named}, which is not among the tools", "tool_choice")
     return tools
 
@@ -136,8 +137,9 @@ def _answer_schema(call: Call) -> AnswerSchema | None:
     schema = wanted.get("schema")
     if not isinstance(schema, dict):
         raise bad_request(
-            f"the schema of {call.format_param} must be an object, got {schema!r:.200}", call.format_param
+            f"the schema of {call.format_param} must be an object, got {shown(schema)}", call.format_param
         )
+    require_schema(schema, call.format_param)
     return schema, bool(wanted.get("strict"))
 
 
@@ -161,7 +163,8 @@ def _parameters(function: dict[str, Any]) -> dict[str, Any]:
     if schema is None:
         schema = {"properties": {}}
     if not isinstance(schema, dict) or schema.get("type", "object") != "object":
-        raise bad_request(f"the parameters of {function['name']!r} must be a schema of type object", "tools")
+        raise bad_request(f"the parameters of {shown(function['name'])} must be a schema of type object", "tools")
+    require_schema(schema, "tools")
     return {"type": "object", **schema}
 
 
@@ -267,14 +270,18 @@ class _CallRules:
             return f"({' | '.join(self._rules.literal(choice + VALUE_END) for choice in choices)})"
         limits = [word for word in TEXT_LIMITS if word in schema]
         if strict and limits:
-            raise bad_request(f"this model writes {key} as plain text, so {limits[0]} cannot be strict", "tools")
+            raise bad_request(
+                f"this model writes {shortened(key)} as plain text, so {limits[0]} cannot be strict", "tools"
+            )
         return self._rules.until(f"{rule}_text", VALUE_END)
 
     def _check_names(self, name: str, properties: dict[str, Any]) -> None:
         try:
             self._syntax.render([ToolCall(name, dict.fromkeys(properties, ""))])
         except ValueError as error:
-            raise bad_request(f"the tool {name!r} cannot be called by this model: {error}", "tools") from None
+            raise bad_request(
+                f"the tool {shown(name, 80)} cannot be called by this model: {shortened(str(error), 100)}", "tools"
+            ) from None
 
 
 class _LarkRules:

@@ -2,8 +2,11 @@
 
 from areal.api.errors import ContextLengthError, EngineError, GrammarError, RequestError
 from areal.utils import logging
+from areal.utils.shorten import shortened
 
 RETRY_SECONDS = 1
+ENGINE_MESSAGE_CHARACTERS = 250
+"""Of what an engine, a chat template or a grammar says about a request, which it may quote."""
 
 
 class ApiError(Exception):
@@ -54,11 +57,12 @@ def from_engine(error: EngineError, grammar_param: str) -> ApiError:
     """The caller's fault is 400, the engine's own is 503; `grammar_param` is the parameter that asked for a grammar."""
     if isinstance(error, ContextLengthError):
         return too_long(str(error))
+    message = shortened(str(error), ENGINE_MESSAGE_CHARACTERS)
     if isinstance(error, GrammarError):
-        return bad_request(str(error), grammar_param)
+        return bad_request(message, grammar_param)
     if isinstance(error, RequestError):
-        return bad_request(str(error))
-    return engine_failed(f"the inference engine failed: {error}")
+        return bad_request(message)
+    return engine_failed(f"the inference engine failed: {message}")
 
 
 def as_api_error(error: Exception) -> ApiError:

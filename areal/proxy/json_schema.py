@@ -7,6 +7,9 @@ white space, and properties that a schema allows only because it does not mentio
 import json
 from typing import Any
 
+from areal.proxy.errors import bad_request
+from areal.utils.shorten import shown
+
 MAX_NUMBER = 10**18
 WHITESPACE = r" |\n[ \t]{0,32}"
 """Between two pieces of JSON: one blank, or a line break and an indentation."""
@@ -17,6 +20,45 @@ SCHEMAS = ("additionalProperties", "items", "contains", "propertyNames", "additi
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 OPENERS = ("additionalProperties", "patternProperties", "unevaluatedProperties", "anyOf", "oneOf", "$ref", "if")
 """With one of these an object may have properties that `properties` does not list."""
+
+
+def require_schema(schema: dict[str, Any], param: str) -> None:
+    """Raises ApiError 400 if a keyword that is read here, at any depth, has a value of the wrong kind.
+
+    `required` is read where there may be an object: old schemas have `"required": true` next to other types.
+    """
+    schemas: list[Any] = [schema]
+    for part in schemas:
+        if isinstance(part, bool):
+            continue
+        if not isinstance(part, dict):
+            raise bad_request(f"a schema in {param} must be an object or a boolean, got {shown(part)}", param)
+        types = part.get("type", "object")
+        _require(_is_text(types) or _is_texts(types), "type", "a text or a list of texts", part, param)
+        if types == "object" or "object" in types:
+            _require(_is_texts(part.get("required", [])), "required", "a list of texts", part, param)
+        _require(_is_text(part.get("$ref", "")), "$ref", "a text", part, param)
+        _require(isinstance(part.get("enum", []), list), "enum", "a list", part, param)
+        for keyword in SCHEMAS_BY_NAME:
+            _require(isinstance(part.get(keyword, {}), dict), keyword, "an object", part, param)
+            schemas += part.get(keyword, {}).values()
+        for keyword in SCHEMA_LISTS:
+            _require(isinstance(part.get(keyword, []), list), keyword, "a list", part, param)
+            schemas += part.get(keyword, [])
+        schemas += [part[keyword] for keyword in SCHEMAS if isinstance(part.get(keyword), dict)]
+
+
+def _require(holds: bool, keyword: str, kind: str, schema: dict[str, Any], param: str) -> None:
+    if not holds:
+        raise bad_request(f"{keyword} of a schema in {param} must be {kind}, got {shown(schema[keyword])}", param)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_text, value))
 
 
 def json_rule(schema: dict[str, Any], strict: bool) -> str:

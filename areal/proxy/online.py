@@ -31,6 +31,7 @@ from areal.proxy.requests import keys_of, parse_object, read_body
 from areal.proxy.sessions import Session, SessionLimitReached, Sessions
 from areal.trajectory import assign_reward
 from areal.utils.bounded_cache import BoundedCache
+from areal.utils.shorten import shown
 
 OpenSession = Callable[[], Session]
 
@@ -217,7 +218,7 @@ class SessionRoutes:
         self._require_admin(keys_of(request))
         raw = await read_body(request, self._limits)
         if raw and (body := parse_object(raw)):
-            raise bad_request(f"a session takes no settings, got {', '.join(sorted(body))!r:.200}; send an empty body")
+            raise bad_request(f"a session takes no settings, got {shown(', '.join(sorted(body)))}; send an empty body")
         try:
             online = self._online.open()
         except SessionLimitReached as error:
@@ -232,7 +233,7 @@ class SessionRoutes:
         online = self._managed(request)
         body = parse_object(await read_body(request, self._limits))
         if set(body) != {"reward"}:
-            raise bad_request(f'the body must be {{"reward": …}} and nothing else, got {sorted(body)!r:.200}', "reward")
+            raise bad_request(f'the body must be {{"reward": …}} and nothing else, got {shown(sorted(body))}', "reward")
         # Found again, because it may have become complete while the body was read.
         self._online.reward(self._online.find(online.id), body["reward"])
         return _state(online)

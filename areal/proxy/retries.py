@@ -21,6 +21,7 @@ from areal.proxy.errors import ApiError
 from areal.proxy.types import Event, Reply, ToolCallEvent
 from areal.trajectory.message import arguments_text
 from areal.trajectory.parsers.base import Reasoning, Text
+from areal.utils.shorten import shown
 
 ABORT_SECONDS = 5.0
 RETRY_HEADER = "x-stainless-retry-count"
@@ -229,7 +230,7 @@ class Retries:
         if known is not None and known.attempt.digest != attempt.digest:
             raise ApiError(
                 409,
-                f"Idempotency-Key {attempt.key!r:.100} was used with another body; use a new key for a new request",
+                f"Idempotency-Key {shown(attempt.key)} was used with another body; use a new key for a new request",
                 code="idempotency_key_reused",
             )
         return known

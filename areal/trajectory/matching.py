@@ -137,9 +137,11 @@ _LIST_BEGIN = re.compile(r"(?:\A|\n)(?:[^\n\[\]{}]{0,40}:\n?)? ?(?=\[\s*\{)")
 def _listed_calls(text: str) -> list[dict[str, Any]] | None:
     for read in (json.loads, ast.literal_eval):
         try:
-            calls = read(text)
-        except (ValueError, SyntaxError, RecursionError, MemoryError):
-            continue
+            written = json.dumps(read(text), ensure_ascii=False)
+            written.encode()  # a lone surrogate is valid JSON but cannot be rendered
+            calls = json.loads(written)
+        except (TypeError, ValueError, SyntaxError, RecursionError, MemoryError):
+            continue  # Python may write what JSON cannot, such as a set
         if isinstance(calls, list) and all(map(_is_call, calls)):
             return [_with_parsed_arguments(call) for call in calls]
     return None

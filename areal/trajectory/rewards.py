@@ -4,26 +4,36 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from areal.api.errors import NoInteractions, RewardInvalid
-from areal.api.reward_api import as_reward
+from areal.api.reward_api import LARGEST_REWARD, as_reward
 from areal.trajectory.tree import Completion, Tree
+from areal.utils.shorten import shown
 
 
 def assign_reward(tree: Tree, reward: Any, agent_name: str) -> None:
-    """A number goes to the completion that finished last; a dict maps completion ids to rewards. All or nothing."""
+    """A number goes to the completion that finished last; a dict maps completion ids to rewards. All or nothing.
+
+    The rewards of a tree may not add up to more than float32 holds, so that no return of any discount can.
+    """
     last = tree.last
     if last is None:
-        raise NoInteractions(f"{agent_name} returned the reward {reward!r:.200} but finished no call of the model")
+        raise NoInteractions(f"{agent_name} returned the reward {shown(reward)} but finished no call of the model")
     if not isinstance(reward, Mapping):
-        last.reward = as_reward(reward, agent_name)
-        return
-    if not reward:
+        given = {last.index: as_reward(reward, agent_name)}
+    elif reward:
+        given = {
+            _completion(tree, key, agent_name).index: as_reward(value, f"{agent_name} for {shown(key)}")
+            for key, value in reward.items()
+        }
+    else:
         raise RewardInvalid(f"{agent_name} returned an empty dict of rewards; return None to reject the episode")
-    given = [
-        (_completion(tree, key, agent_name), as_reward(value, f"{agent_name} for {key!r}"))
-        for key, value in reward.items()
-    ]
-    for completion, value in given:
-        completion.reward = value
+    total = sum(abs(given.get(node.index, node.reward or 0.0)) for node in tree.completions)
+    if total > LARGEST_REWARD:
+        raise RewardInvalid(
+            f"the sizes of an episode's rewards must add up to at most {LARGEST_REWARD:.3g} (float32), got {total:.3g} "
+            f"from {agent_name}; scale rewards down"
+        )
+    for index, value in given.items():
+        tree.completions[index].reward = value
 
 
 def returns(tree: Tree, turn_discount: float) -> list[float]:
@@ -49,7 +59,7 @@ def _completion(tree: Tree, key: Any, agent_name: str) -> Completion:
     completion = tree.by_id(key) if isinstance(key, str) else None
     if completion is None:
         raise RewardInvalid(
-            f"{agent_name} rewarded {type(key).__name__} {key!r:.200}, which is not a finished completion of its "
+            f"{agent_name} rewarded {type(key).__name__} {shown(key)}, which is not a finished completion of its "
             "session; use the `id` of a response as the key"
         )
     return completion

@@ -15,7 +15,7 @@ from areal.api.reward_api import AsyncRewardWrapper
 from areal.config.errors import require
 from areal.config.rollout import GenerationHyperparameters
 from areal.infra import workflow_context
-from areal.trajectory import Tree, export
+from areal.trajectory import Tree, assign_reward, export
 from areal.trajectory.tensors import tensors_of_rows
 from areal.utils import stats_tracker
 from areal.workflow.math_task import TRY_AGAIN
@@ -77,7 +77,7 @@ class MultiTurnWorkflow(RLVRWorkflow):
         node = tree.add(
             prompt, response, answer, completion_id=uuid.uuid4().hex, temperature=self.gconfig.sampling_temperature
         )
-        node.reward = reward
+        assign_reward(tree, {node.id: reward}, "the reward function")
         return reward
 
     def _record(self, tree: Tree) -> None:

@@ -162,6 +162,31 @@ async def test_reward_must_be_json_and_finite(proxy, raw):
     assert answer.status_code == 400
 
 
+@pytest.mark.parametrize("reward", [1e308, -1e308, 3.5e38, {"last": 1e308}])
+@pytest.mark.parametrize("own_key", [False, True], ids=["admin key", "own key"])
+async def test_reward_must_be_finite_in_float32(start_proxy, reward, own_key):
+    proxy = await start_proxy(self_reward=True)
+    opened = (await open_session(proxy)).json()
+    answer = await call_model(proxy, opened)
+    given = {answer: reward["last"]} if isinstance(reward, dict) else reward
+    key = opened["api_key"] if own_key else None
+    refused = await manage(proxy, opened["session_id"], "reward", {"reward": given}, key)
+    assert refused.status_code == 400
+    assert "a reward must be at most 3.4e+38 in size (float32)" in refused.json()["error"]["message"]
+    assert "scale rewards down" in refused.json()["error"]["message"]
+    online = online_session(proxy, opened)
+    assert online.session.tree.last.reward is None
+    assert not online.rewarded
+
+
+async def test_rewards_of_a_session_must_add_up_in_float32(proxy):
+    opened = (await open_session(proxy)).json()
+    answers = [await call_model(proxy, opened) for _ in range(2)]
+    refused = await manage(proxy, opened["session_id"], "reward", {"reward": dict.fromkeys(answers, 3e38)})
+    assert refused.status_code == 400
+    assert "must add up" in refused.json()["error"]["message"]
+
+
 async def test_reward_before_any_answer_is_a_conflict(proxy):
     opened = (await open_session(proxy)).json()
     answer = await manage(proxy, opened["session_id"], "reward", {"reward": 1})

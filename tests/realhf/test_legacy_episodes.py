@@ -203,6 +203,10 @@ async def test_reward_that_is_no_number_rejects_as_reward_error() -> None:
         def make(self, act):
             return sample_of(act, rewards=[float("inf")])
 
+    class Huge(Asking):
+        def make(self, act):
+            return sample_of(act, rewards=[-1e308])
+
     class Unjudged(Asking):
         async def collect_trajectory(self, prompt, env, obs_queue, act_queue):
             await obs_queue.put((0, [5], self.gconfig))
@@ -214,11 +218,13 @@ async def test_reward_that_is_no_number_rejects_as_reward_error() -> None:
 
     outcomes = [
         await play(Infinite, saying("1259")),
+        await play(Huge, saying("1259")),
         await play(Unjudged, saying("1259")),
         await play(Asking, saying("1259"), Wordy),
     ]
-    assert [outcome.reason for outcome in outcomes] == [RejectReason.REWARD_ERROR] * 3
-    assert "without a call of env.step" in outcomes[1].detail
+    assert [outcome.reason for outcome in outcomes] == [RejectReason.REWARD_ERROR] * 4
+    assert "at most 3.4e+38 in size" in outcomes[1].detail
+    assert "without a call of env.step" in outcomes[2].detail
 
 
 async def test_agent_that_asks_nothing_is_rejected_as_such() -> None:

@@ -79,6 +79,12 @@ def test_dict_goes_to_the_completions_it_names(chain):
         {7: 1.0},
         1j,
         10**400,
+        pytest.param(10**5000, id="an integer of 5001 digits"),
+        1e308,
+        -1e308,
+        3.5e38,
+        np.float64(1e300),
+        torch.tensor(-1e300, dtype=torch.float64),
     ],
 )
 def test_what_is_no_reward_is_refused_naming_agent_and_value(chain, bad):
@@ -87,7 +93,29 @@ def test_what_is_no_reward_is_refused_naming_agent_and_value(chain, bad):
     assert [node.reward for node in chain.tree.completions] == [None, None, None]
 
 
-@pytest.mark.parametrize("bad", [math.nan, None, "x"])
+@pytest.mark.parametrize("largest", [3.4028234663852886e38, -3.4028234663852886e38])
+def test_largest_reward_is_what_float32_holds(chain, largest):
+    assign_reward(chain.tree, largest, "MyAgent")
+    rows = export(chain.tree, "individual", 1.0)
+    assert all(np.isfinite(row.returns).all() for row in rows)
+    with pytest.raises(RewardInvalid, match=r"at most 3.4e\+38 in size .*got float -?3.41e\+38 from MyAgent; scale"):
+        assign_reward(chain.tree, math.copysign(3.41e38, largest), "MyAgent")
+
+
+def test_rewards_that_add_up_to_more_than_float32_holds_are_refused_as_a_whole(chain):
+    a, b, c = ids(chain)
+    with pytest.raises(RewardInvalid, match=r"must add up to at most 3.4e\+38 .*got 6e\+38 from MyAgent; scale"):
+        assign_reward(chain.tree, {a: 3e38, c: -3e38}, "MyAgent")
+    assert chain.tree.reward == 0
+    assign_reward(chain.tree, {a: 3e38}, "MyAgent")
+    with pytest.raises(RewardInvalid, match="must add up"):
+        assign_reward(chain.tree, {b: 3e38}, "MyAgent")
+    assign_reward(chain.tree, {a: 1e38, b: 1e38, c: 1e38}, "MyAgent")
+    for style in ("individual", "concat"):
+        assert all(np.isfinite(row.returns).all() for row in export(chain.tree, style, 1.0))
+
+
+@pytest.mark.parametrize("bad", [math.nan, None, "x", 1e308, -(10**39)])
 def test_dict_with_one_bad_value_gives_nothing(chain, bad):
     a, b, _ = ids(chain)
     with pytest.raises(RewardInvalid, match=b):

@@ -145,7 +145,7 @@ def _compile(grammar: Grammar, vocabulary: LLTokenizer) -> LLMatcher:
     return matcher
 
 
-_MAX_REASON = 400
+_MAX_REASON = 200
 """Characters of llguidance's message that are passed on: it may quote a whole pattern."""
 
 

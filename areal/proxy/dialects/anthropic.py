@@ -21,6 +21,7 @@ from areal.proxy.types import Call, EventWriter, Reply, ToolCallEvent
 from areal.trajectory.message import Image, Message, content_of
 from areal.trajectory.tree import Completion
 from areal.utils.images import read_base64
+from areal.utils.shorten import shown
 
 CONVERSATION = frozenset(("model", "messages", "system", "tools", "tool_choice", "output_config"))
 SAMPLING = frozenset(("max_tokens", "temperature", "top_p", "top_k", "stop_sequences"))
@@ -94,7 +95,7 @@ def _messages(body: dict[str, Any], images: Images) -> list[Message]:
 def _turn(turn: dict[str, Any], where: str, images: Images) -> list[Message]:
     role = turn.get("role")
     if role not in ("user", "assistant", "system"):
-        raise bad_request(f"{where}.role must be user or assistant, got {role!r}", f"{where}.role")
+        raise bad_request(f"{where}.role must be user or assistant, got {shown(role)}", f"{where}.role")
     content = turn.get("content")
     if isinstance(content, str):
         return [{"role": role, "content": content}]
@@ -116,7 +117,7 @@ def _assistant_message(blocks: list[tuple[Block, str]]) -> Message:
         elif kind == "tool_use":
             message.setdefault("tool_calls", []).append(_tool_call(block, where))
         else:
-            raise bad_request(f"{where}.type must be text, tool_use or thinking, got {kind!r}", where)
+            raise bad_request(f"{where}.type must be text, tool_use or thinking, got {shown(kind)}", where)
     if message.get("reasoning_content") == "":
         del message["reasoning_content"]
     return message
@@ -147,7 +148,7 @@ def _image(block: Block, where: str) -> bytes:
     source = fields.mapping(block, "source", f"{where}.source")
     if source.get("type") != "base64":
         raise bad_request(
-            f"{where}.source.type must be base64: nothing is downloaded here, got {source.get('type')!r}", where
+            f"{where}.source.type must be base64: nothing is downloaded here, got {shown(source.get('type'))}", where
         )
     return read_base64(fields.text(source, "data", f"{where}.source.data"))
 
@@ -184,7 +185,9 @@ def _tools(body: dict[str, Any], rules: ParameterRules) -> list[Tool]:
 def _tool_choice(call: Call, choice: dict[str, Any]) -> None:
     kind = choice.get("type", "auto")
     if not isinstance(kind, str) or kind not in TOOL_CHOICES:
-        raise bad_request(f"tool_choice.type must be one of {', '.join(TOOL_CHOICES)}, got {kind!r}", "tool_choice")
+        raise bad_request(
+            f"tool_choice.type must be one of {', '.join(TOOL_CHOICES)}, got {shown(kind)}", "tool_choice"
+        )
     choose_tool(call, TOOL_CHOICES[kind], choice.get("name"))
     call.parallel_tool_calls = not fields.boolean(choice, "disable_parallel_tool_use", False)
 
@@ -197,7 +200,9 @@ def _format(body: dict[str, Any], rules: ParameterRules) -> dict[str, Any] | Non
     if not wanted:
         return None
     if wanted.get("type") != "json_schema":
-        raise bad_request(f"output_config.format.type must be json_schema, got {wanted.get('type')!r}", "output_config")
+        raise bad_request(
+            f"output_config.format.type must be json_schema, got {shown(wanted.get('type'))}", "output_config"
+        )
     schema = fields.mapping(wanted, "schema", "output_config.format.schema")
     return {"type": "json_schema", "schema": schema, "strict": True}
 

@@ -16,12 +16,15 @@ from areal.proxy.types import Call, EventWriter, Reply
 from areal.trajectory.message import Content, Image, ImageCache, content_of
 from areal.utils.images import ImageError
 from areal.utils.logging import getLogger
+from areal.utils.shorten import shortened, shown
 
 HARMLESS = frozenset(
     ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
 )
 """Bookkeeping of the hosted services; no answer depends on it."""
 
+MAX_DROPPED_NAMES = 100
+"""So many dropped parameters are named in the log; a client that makes up names does not fill it."""
 MAX_TOKENS = 2**31
 """The largest number of tokens that a request may ask for; the model's context is the real limit."""
 
@@ -63,9 +66,10 @@ class ParameterRules:
 
     def refuse(self, name: str, value: Any, rule: str) -> None:
         """Raises ApiError 400 naming the parameter, or returns if the parameter is to be dropped."""
+        name = shortened(name, 50)  # it may be the client's own word
         if not self.drop_params:
-            raise bad_request(f"{name} {rule}, got {value!r:.200}; leave it out", name)
-        if name not in self.dropped:
+            raise bad_request(f"{name} {rule}, got {shown(value, 100)}; leave it out", name)
+        if name not in self.dropped and len(self.dropped) < MAX_DROPPED_NAMES:
             self.dropped.add(name)
             getLogger("proxy").warning("%s %s; it is dropped because of proxy.drop_params", name, rule)
 
@@ -107,7 +111,9 @@ class ContentParts:
             return self._text_of(part, where, "" if images is None else f" or {self.image}")
         if images is None:
             text = next(iter(self.texts))
-            raise bad_request(f"{where}.type must be {text}: this model takes no images, got {self.image!r}", where)
+            raise bad_request(
+                f"{where}.type must be {text}: this model takes no images, got {shown(self.image)}", where
+            )
         try:
             return images.get(self.read_image(part, where))
         except ImageError as error:
@@ -116,14 +122,14 @@ class ContentParts:
     def _text_of(self, part: Any, where: str, or_else: str = "") -> str:
         kind = part.get("type") if isinstance(part, dict) else None
         if not isinstance(kind, str) or kind not in self.texts:
-            raise bad_request(f"{where}.type must be {next(iter(self.texts))}{or_else}, got {kind!r}", where)
+            raise bad_request(f"{where}.type must be {next(iter(self.texts))}{or_else}, got {shown(kind)}", where)
         return fields.text(part, self.texts[kind], where)
 
 
 def _listed(value: Any, where: str) -> Iterator[tuple[Any, str]]:
     """The parts, each with its path."""
     if not isinstance(value, list):
-        raise bad_request(f"{where} must be text or a list of parts, got {value!r:.200}", where)
+        raise bad_request(f"{where} must be text or a list of parts, got {shown(value)}", where)
     return ((part, f"{where}[{place}]") for place, part in enumerate(value))
 
 
@@ -153,7 +159,8 @@ def choose_tool(call: Call, kind: str, name: str | None = None) -> None:
             raise bad_request("tool_choice asks for a tool call, but there are no tools; add some", "tool_choice")
         if kind == "named" and name not in names:
             raise bad_request(
-                f"tool_choice must name one of the tools, {', '.join(names)}, got {name!r}", "tool_choice"
+                f"tool_choice must name one of the tools, {shortened(', '.join(names), 100)}, got {shown(name, 100)}",
+                "tool_choice",
             )
         call.tool_choice, call.forced_tool = "required", name
 
@@ -179,7 +186,7 @@ def openai_format(wanted: dict[str, Any], where: str, nested: str | None = None)
         schema = fields.mapping(described, "schema", f"{path}.schema")
         return {"type": "json_schema", "schema": schema, "strict": fields.boolean(described, "strict", False)}
     if kind not in ("text", "json_object"):
-        raise bad_request(f"{where}.type must be text, json_object or json_schema, got {kind!r}", where)
+        raise bad_request(f"{where}.type must be text, json_object or json_schema, got {shown(kind)}", where)
     return {"type": "json_object"} if kind == "json_object" else None
 
 

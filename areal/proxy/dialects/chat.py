@@ -21,6 +21,7 @@ from areal.proxy.types import Call, EventWriter, Reply, ToolCallEvent
 from areal.trajectory.message import Content, Message, arguments_text, parse_arguments
 from areal.trajectory.tree import Completion
 from areal.utils.images import read_data_url
+from areal.utils.shorten import shown
 
 CONVERSATION = frozenset(("model", "messages", "tools", "tool_choice", "parallel_tool_calls", "response_format"))
 SAMPLING = frozenset(("n", "max_tokens", "max_completion_tokens", "temperature", "top_p", "stop", "seed", "logprobs"))
@@ -79,7 +80,7 @@ def _messages(body: dict[str, Any], images: Images) -> list[Message]:
 def _message(wire: dict[str, Any], where: str, images: Images) -> Message:
     role = wire.get("role")
     if not isinstance(role, str) or role not in ROLES:
-        raise bad_request(f"{where}.role must be one of {', '.join(ROLES)}, got {role!r}", f"{where}.role")
+        raise bad_request(f"{where}.role must be one of {', '.join(ROLES)}, got {shown(role)}", f"{where}.role")
     message: Message = {"role": ROLES[role], "content": _content(wire, where, images)}
     if calls := fields.objects(wire, "tool_calls", f"{where}.tool_calls"):
         message["tool_calls"] = [_tool_call(call, f"{where}.tool_calls[{place}]") for place, call in enumerate(calls)]
@@ -111,10 +112,10 @@ PARTS = ContentParts({"text": "text", "refusal": "refusal"}, "image_url", _image
 def _tool_call(call: dict[str, Any], where: str) -> dict[str, Any]:
     function = call.get("function")
     if not isinstance(function, dict):
-        raise bad_request(f"{where}.function must be an object, got {function!r}", where)
+        raise bad_request(f"{where}.function must be an object, got {shown(function)}", where)
     arguments = function.get("arguments", "")
     if not isinstance(arguments, str | dict):
-        raise bad_request(f"{where}.function.arguments must be text, got {arguments!r:.200}", where)
+        raise bad_request(f"{where}.function.arguments must be text, got {shown(arguments)}", where)
     name = fields.text(function, "name", f"{where}.function.name")
     call_id = call.get("id")
     return {
@@ -129,7 +130,7 @@ def _tools(body: dict[str, Any]) -> list[Tool]:
     for place, tool in enumerate(fields.objects(body, "tools", "tools")):
         function = tool.get("function")
         if tool.get("type") != "function" or not isinstance(function, dict):
-            raise bad_request(f"tools[{place}] must be of type function, got {tool.get('type')!r}", "tools")
+            raise bad_request(f"tools[{place}] must be of type function, got {shown(tool.get('type'))}", "tools")
         tools.append(function_tool(function, "parameters", f"tools[{place}].function"))
     return tools
 
@@ -137,10 +138,10 @@ def _tools(body: dict[str, Any]) -> list[Tool]:
 def _stream_options(call: Call, body: dict[str, Any]) -> None:
     options = fields.mapping(body, "stream_options", "stream_options")
     if options and not call.stream:
-        raise bad_request(f"stream_options needs stream=true, got {options!r:.200}", "stream_options")
+        raise bad_request(f"stream_options needs stream=true, got {shown(options)}", "stream_options")
     if unknown := set(options) - STREAM_OPTIONS:
         known = ", ".join(sorted(STREAM_OPTIONS))
-        raise bad_request(f"stream_options may have {known}, got {unknown}", "stream_options")
+        raise bad_request(f"stream_options may have {known}, got {shown(sorted(unknown))}", "stream_options")
     call.stream_usage = fields.boolean(options, "include_usage", False)
     if call.stream and call.n > 1:
         raise bad_request(f"n must be 1 if stream is true, got {call.n}; ask for several answers without it", "n")

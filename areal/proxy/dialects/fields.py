@@ -3,6 +3,7 @@
 from typing import Any
 
 from areal.proxy.errors import bad_request
+from areal.utils.shorten import shown
 
 
 def boolean(body: dict[str, Any], name: str, default: bool) -> bool:
@@ -10,7 +11,7 @@ def boolean(body: dict[str, Any], name: str, default: bool) -> bool:
     if value is None:
         return default
     if not isinstance(value, bool):
-        raise bad_request(f"{name} must be true or false, got {value!r}", name)
+        raise bad_request(f"{name} must be true or false, got {shown(value)}", name)
     return value
 
 
@@ -19,7 +20,7 @@ def integer(body: dict[str, Any], name: str, low: int, high: int) -> int | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise bad_request(f"{name} must be an integer in [{low}, {high}], got {value!r}", name)
+        raise bad_request(f"{name} must be an integer in [{low}, {high}], got {shown(value)}", name)
     return value
 
 
@@ -28,7 +29,7 @@ def number(body: dict[str, Any], name: str, low: float, high: float) -> float | 
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-        raise bad_request(f"{name} must be a number in [{low:g}, {high:g}], got {value!r}", name)
+        raise bad_request(f"{name} must be a number in [{low:g}, {high:g}], got {shown(value)}", name)
     return float(value)
 
 
@@ -43,7 +44,7 @@ def text(body: dict[str, Any], name: str, where: str) -> str:
     """A text that must be there; `where` is its full path for the error."""
     value = body.get(name)
     if not isinstance(value, str):
-        raise bad_request(f"{where} must be text, got {value!r}", where)
+        raise bad_request(f"{where} must be text, got {shown(value)}", where)
     return value
 
 
@@ -58,7 +59,7 @@ def texts(body: dict[str, Any], name: str) -> list[str] | None:
         return None
     listed = [value] if isinstance(value, str) else value
     if not isinstance(listed, list) or not all(isinstance(item, str) and item for item in listed):
-        raise bad_request(f"{name} must be a text or a list of texts, none of them empty, got {value!r:.200}", name)
+        raise bad_request(f"{name} must be a text or a list of texts, none of them empty, got {shown(value)}", name)
     return listed
 
 
@@ -67,7 +68,7 @@ def mapping(body: dict[str, Any], name: str, where: str) -> dict[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise bad_request(f"{where} must be an object, got {value!r:.200}", where)
+        raise bad_request(f"{where} must be an object, got {shown(value)}", where)
     return value
 
 
@@ -76,5 +77,5 @@ def objects(body: dict[str, Any], name: str, where: str) -> list[dict[str, Any]]
     if value is None:
         return []
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-        raise bad_request(f"{where} must be a list of objects, got {value!r:.200}", where)
+        raise bad_request(f"{where} must be a list of objects, got {shown(value)}", where)
     return value

@@ -25,6 +25,7 @@ from areal.proxy.errors import ApiError, bad_request
 from areal.proxy.types import Call, EventWriter, Reply, ToolCallEvent
 from areal.trajectory.message import Message, arguments_text, parse_arguments
 from areal.utils.images import read_data_url
+from areal.utils.shorten import shown
 
 CONVERSATION = frozenset(
     ("model", "input", "instructions", "previous_response_id", "tools", "tool_choice", "parallel_tool_calls", "text")
@@ -49,7 +50,7 @@ Item = dict[str, Any]
 def parse(body: dict[str, Any], rules: ParameterRules) -> Call:
     """Raises ApiError 400 naming the parameter."""
     rules.refuse_unsupported(body, HONOURED | HARMLESS, MEANINGLESS)
-    if LOGPROBS in (body.get("include") or ()):
+    if LOGPROBS in (fields.texts(body, "include") or ()):
         rules.refuse("include", LOGPROBS, "may not ask for log-probabilities: only chat/completions reports them")
     call = Call(
         messages=_messages(body, rules.images),
@@ -110,13 +111,14 @@ class _Conversation:
             self._add_reasoning(item, where)
         else:
             raise bad_request(
-                f"{where}.type must be message, function_call, function_call_output or reasoning, got {kind!r}", where
+                f"{where}.type must be message, function_call, function_call_output or reasoning, got {shown(kind)}",
+                where,
             )
 
     def _add_message(self, item: Item, where: str) -> None:
         role = item.get("role")
         if not isinstance(role, str) or role not in ROLES:
-            raise bad_request(f"{where}.role must be one of {', '.join(ROLES)}, got {role!r}", f"{where}.role")
+            raise bad_request(f"{where}.role must be one of {', '.join(ROLES)}, got {shown(role)}", f"{where}.role")
         if role == "user":
             self._close_turn()
             content = PARTS.content(item.get("content"), f"{where}.content", self._images)

@@ -37,6 +37,9 @@ _NAME = re.compile(r"([^<>\n]+)>")
 _LITERALS = {"True": True, "False": False, "None": None}
 """Python's values as templates write them."""
 
+MAX_DEPTH = 8
+"""Levels of a schema, and references in it, that are followed to find a parameter's type."""
+
 _TYPES: dict[str, tuple[type, ...]] = {
     "integer": (int,),
     "number": (int, float),
@@ -71,7 +74,7 @@ class Qwen3Coder(ToolSyntax):
             key, value, at = parameter
             if key in arguments:
                 raise ValueError(f"{key} is given twice")
-            arguments[key] = _typed(value, schema.get("properties", {}).get(key), schema)
+            arguments[key] = _typed(value, _property(schema, key), schema)
         after = after_mark(text, at, FUNCTION_END)
         end = None if after is None else after_mark(text, after, CALL_END)
         return None if end is None else Block([ToolCall(name, arguments)], end)
@@ -104,6 +107,12 @@ def _parameters(name: str, tools: Tools) -> dict[str, Any]:
     return schema if isinstance(schema, dict) else {}
 
 
+def _property(schema: dict[str, Any], key: str) -> Any:
+    """A client's schema may be anything, as long as no answer has to follow it."""
+    properties = schema.get("properties")
+    return properties.get(key) if isinstance(properties, dict) else None
+
+
 def _typed(text: str, schema: Any, root: dict[str, Any]) -> Any:
     types = declared_types(schema, root)
     if not types or "string" in types:
@@ -116,16 +125,32 @@ def _typed(text: str, schema: Any, root: dict[str, Any]) -> Any:
     return value if fits else text
 
 
-def declared_types(schema: Any, root: dict[str, Any], depth: int = 8) -> set[str]:
+def declared_types(schema: Any, root: dict[str, Any]) -> set[str]:
     """The JSON types that a schema allows; empty = it names none."""
+    return _declared_types(schema, root, MAX_DEPTH, {})
+
+
+def _declared_types(schema: Any, root: dict[str, Any], depth: int, known: dict[tuple[int, int], set[str]]) -> set[str]:
+    """`known` has what was found so far: a schema that refers to itself in many places is read once per level."""
     if not isinstance(schema, dict) or not depth:
         return set()
+    place = (id(schema), depth)
+    if place not in known:
+        known[place] = _own_types(schema, root, depth, known)
+    return known[place]
+
+
+def _own_types(
+    schema: dict[str, Any], root: dict[str, Any], depth: int, known: dict[tuple[int, int], set[str]]
+) -> set[str]:
     if isinstance(reference := schema.get("$ref"), str):
-        return declared_types(_resolve(reference, root), root, depth - 1)
+        return _declared_types(_resolve(reference, root), root, depth - 1, known)
     declared = schema.get("type", [])
-    types = {declared} if isinstance(declared, str) else {name for name in declared if isinstance(name, str)}
+    listed = declared if isinstance(declared, list) else [declared]
+    types = {name for name in listed if isinstance(name, str)}
     for key in ("anyOf", "oneOf", "allOf"):
-        parts = [declared_types(part, root, depth - 1) for part in schema.get(key, ())]
+        kinds = schema.get(key)
+        parts = [_declared_types(part, root, depth - 1, known) for part in kinds] if isinstance(kinds, list) else []
         types |= set().union(*parts) if all(parts) else {"string"}
     return types
 
