@@ -41,8 +41,7 @@ class Workers:
         self._lock = threading.RLock()
         self._wake = threading.Condition(self._lock)
         self._queue: deque[PoolCall] = deque()
-        self._waiting = 0
-        self._threads: list[threading.Thread] = []
+        self._threads: list[_WorkerThread] = []
         self._children: set[Child] = set()
         self._owner = os.getpid()
         self.closed = False
@@ -63,16 +62,15 @@ class Workers:
                 return
         _refuse(calls)
 
-    def take(self) -> deque[PoolCall]:
-        """The next calls for one process, all of one function; none when the pool closes."""
+    def take(self, thread: "_WorkerThread") -> bool:
+        """Wait for calls and give the thread some, all of one function; False = the pool is closed."""
         with self._wake:
             while not self.closed:
-                if calls := self._next():
-                    return calls
-                self._waiting += 1
+                thread.calls = self._next()
+                if thread.calls:
+                    return True
                 self._wake.wait()
-                self._waiting -= 1
-            return deque()
+        return False
 
     def start_child(self) -> Child:
         child = Child(self._limits, self._load_seconds)
@@ -108,10 +106,8 @@ class Workers:
                 thread.join(_JOIN_SECONDS)
 
     def _wake_for(self, count: int) -> None:
-        if len(self._queue) > self._waiting and len(self._threads) < self._size:
-            # A daemon, because a thread that waits for work must not keep the interpreter alive; the pool's finalizer
-            # ends it.
-            thread = threading.Thread(target=_WorkerThread(self).work, name="process-pool", daemon=True)
+        if len(self._threads) < self._size and len(self._queue) > sum(not thread.calls for thread in self._threads):
+            thread = _WorkerThread(self)
             thread.start()
             self._threads.append(thread)
         self._wake.notify(count)
@@ -142,37 +138,41 @@ class _NoneBegan(Exception):
         self.failure = failure
 
 
-class _WorkerThread:
+class _WorkerThread(threading.Thread):
     """A thread and the one process it owns."""
 
     def __init__(self, workers: Workers) -> None:
+        # A daemon, because a thread that waits for work must not keep the interpreter alive; the pool's finalizer ends
+        # it.
+        super().__init__(name="process-pool", daemon=True)
         self._workers = workers
         self._child: Child | None = None
+        self.calls: deque[PoolCall] = deque()
+        """What it has taken and not yet settled or put back; while this is empty, it is free for the next call."""
 
-    def work(self) -> None:
-        while calls := self._workers.take():
-            self._serve(calls)
-            del calls  # the results that these hold belong to whoever waits for them
+    def run(self) -> None:
+        while self._workers.take(self):
+            self._serve()
         self._end_child()
 
-    def _serve(self, calls: deque[PoolCall]) -> None:
-        function = calls[0].function
-        failure = self._run(calls, function)
+    def _serve(self) -> None:
+        function = self.calls[0].function
+        failure = self._run(function)
         # Before settling, so that whoever sees a failure finds the pool at its full size.
         self._replace_child()
-        for call in calls:
-            if self._workers.closed:
-                failure = PoolClosed(f"{function.name} was running when its process pool was closed")
-            call.settle(error=failure)
+        if self._workers.closed:
+            failure = PoolClosed(f"{function.name} was running when its process pool was closed")
+        while self.calls:
+            self.calls.popleft().settle(error=failure)
 
-    def _run(self, calls: deque[PoolCall], function: PackedFunction) -> CallError | None:
-        """Remove the calls that are settled or put back; those that are left end with the failure it returns."""
+    def _run(self, function: PackedFunction) -> CallError | None:
+        """Run the calls, settling those that return or raise. What it leaves in `calls` ends with what it returns."""
         try:
             try:
-                self._run_in_child(calls, function)
+                self._run_in_child(function)
             except _NoneBegan:  # an idle process may have died by itself; a new one leaves no doubt
                 self._replace_child()
-                self._run_in_child(calls, function)
+                self._run_in_child(function)
         except CallError as error:
             return error
         except _NoneBegan as error:
@@ -181,61 +181,62 @@ class _WorkerThread:
             return CallCrashed(f"{function.name} never began: no worker process could be started ({error})")
         return None
 
-    def _run_in_child(self, calls: deque[PoolCall], function: PackedFunction) -> None:
+    def _run_in_child(self, function: PackedFunction) -> None:
         child = self._child = self._child or self._workers.start_child()
-        sent = len(calls)
+        sent = len(self.calls)
         try:
-            self._let_cancel_kill(child, calls)
-            child.begin(calls)
+            self._let_cancel_kill(child)
+            child.begin(self.calls)
             turn_ends = time.monotonic() + _TURN_SECONDS
-            while calls:
-                self._settle_first(child, calls, turn_ends)
+            while self.calls:
+                self._settle_first(child, turn_ends)
             child.finish(function)
         except PoolChannelClosed:
             unbegun = child.take_back()
             if unbegun == sent:
                 raise _NoneBegan(child.crash(f"loading {function.name}")) from None
-            self._put_back(calls, unbegun)
+            self._put_back(unbegun)
             failure = child.crash(function.name)
-            if calls:  # else it died between two calls
+            if self.calls:  # else it died between two calls
                 raise failure from None
         except CallError:
             raise
         except Exception as error:  # a broken process may answer anything, and no caller may wait for ever
             child.usable = False
-            self._put_back(calls, child.take_back())
+            self._put_back(child.take_back())
             raise CallCrashed(f"{function.name} broke its process: {error!r}") from error
         finally:
-            for call in calls:
+            for call in self.calls:
                 call.kill_on_cancel(None)
 
-    def _settle_first(self, child: Child, calls: deque[PoolCall], turn_ends: float) -> None:
+    def _settle_first(self, child: Child, turn_ends: float) -> None:
         result, failure = None, None
         try:
-            result = self._first_result(child, calls, turn_ends)
+            result = self._first_result(child, turn_ends)
         except CallFailed as error:
             failure = error
-        call = calls.popleft()
+        call = self.calls.popleft()
         call.kill_on_cancel(None)
         call.settle(result, failure)
 
-    def _first_result(self, child: Child, calls: deque[PoolCall], turn_ends: float) -> Any:
-        if len(calls) > 1:
+    def _first_result(self, child: Child, turn_ends: float) -> Any:
+        if len(self.calls) > 1:
             try:
-                return child.result(calls[0], turn_ends)
+                return child.result(self.calls[0], turn_ends)
             except TimeoutError:
-                self._put_back(calls, child.take_back(len(calls) - 1))
-        self._let_cancel_kill(child, calls)
-        return child.result(calls[0])
+                self._put_back(child.take_back(len(self.calls) - 1))
+        self._let_cancel_kill(child)
+        return child.result(self.calls[0])
 
-    def _let_cancel_kill(self, child: Child, calls: deque[PoolCall]) -> None:
-        """A call may take its process down only if it has it for itself."""
-        if len(calls) == 1:
-            calls[0].kill_on_cancel(child)
+    def _let_cancel_kill(self, child: Child) -> None:
+        """A call may take its process down only if no other was sent with it."""
+        if len(self.calls) == 1:
+            self.calls[0].kill_on_cancel(child)
 
-    def _put_back(self, calls: deque[PoolCall], count: int) -> None:
+    def _put_back(self, count: int) -> None:
+        """The last so many calls, which have not begun."""
         if count:
-            self._workers.put_back([calls.pop() for _ in range(count)][::-1])
+            self._workers.put_back([self.calls.pop() for _ in range(count)][::-1])
 
     def _replace_child(self) -> None:
         """End a process that is of no use and start another, before the next call needs it."""
