@@ -14,6 +14,7 @@ ArealError
 │   └── WeightMismatch          tokens came from weights that were never published
 ├── ProcessDied                 a process of the run ended; says which and how
 ├── NothingAccepted             every episode is rejected; says why
+├── NonFiniteUpdate             the loss or gradient of an update is not a finite number
 └── EpisodeRejected             one episode yields no sample; carries its reason
     ├── AgentFailed             the agent's own code raised
     ├── EpisodeTimeout          it took longer than allowed
@@ -38,6 +39,7 @@ __all__ = [
     "GrammarError",
     "ModelError",
     "NoInteractions",
+    "NonFiniteUpdate",
     "NothingAccepted",
     "ProcessDied",
     "RejectReason",
@@ -116,6 +118,10 @@ class RejectReason(StrEnum):
     """The agent never called the model."""
     STALE = "stale"
     """The sample was too many versions old when its turn came."""
+
+
+class NonFiniteUpdate(ArealError):
+    """The loss or the gradient of an update is not a finite number; the weights were not changed."""
 
 
 class EpisodeRejected(ArealError):

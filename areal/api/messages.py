@@ -73,6 +73,16 @@ class Row:
     """Encoded images in the order of their places in `input_ids`."""
     group_id: int | None = None
     """Which of its task's groups it is compared within; None = the one of all rows that name none."""
+    truncated_completions: list[int] = field(default_factory=list)
+    """Indices of trained completions before the last that ended for length."""
+
+    def truncated_tokens(self) -> Array:
+        """bool: True on trained tokens of completions that ended for length."""
+        ended = list(self.truncated_completions)
+        if self.truncated and self.loss_mask.any():
+            ended.append(int(self.completion_index[self.loss_mask][-1]))
+        truncated: Array = self.loss_mask & np.isin(self.completion_index, ended)
+        return truncated
 
 
 @dataclass
@@ -100,6 +110,11 @@ class Episode:
     def newest_version(self) -> int | None:
         """The same of the newest."""
         return max((int(versions.max()) for versions in self._trained_versions()), default=None)
+
+    @property
+    def truncated(self) -> bool:
+        """Whether a completion in it ended for length."""
+        return any(row.truncated or row.truncated_completions for row in self.rows)
 
     @property
     def trained_tokens(self) -> int:

@@ -3,6 +3,7 @@
 Around them are evaluation, checkpoints, recovery and placement.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -32,6 +33,11 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         require(self.lr > 0, f"lr must be > 0, got {self.lr}")
+        require(self.lr < math.inf, f"lr must be finite, got {self.lr}")
+        for name in ("beta1", "beta2"):
+            require(0 <= getattr(self, name) < 1, f"{name} must lie in [0, 1), got {getattr(self, name)}")
+        require(self.eps > 0, f"eps must be > 0, got {self.eps}; a weight without a gradient is divided by it")
+        require(0 <= self.weight_decay < math.inf, f"weight_decay must be >= 0, got {self.weight_decay}")
         require(self.gradient_clipping >= 0, f"gradient_clipping must be >= 0, got {self.gradient_clipping}")
         require(self.warmup_steps >= 0, f"warmup_steps must be >= 0, got {self.warmup_steps}")
 
@@ -73,6 +79,11 @@ class ActorConfig:
     recompute_logprob: Literal[True, False, "auto"] = "auto"
     """Clip around the trainer's log-probs in place of the sampler's; auto = once they have been seen to differ. With
     rollout.max_head_offpolicyness > 0 this implies the decoupled loss, which keeps the weight of the sampler's."""
+    mask_truncated: bool = False
+    """Do not train tokens of completions that ended for length. Their rewards still count for their group's mean."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """An update whose loss or gradient is not a finite number ends the run, with its batch and a checkpoint saved
+    (stop), or is left out and counted as skipped_updates (skip). Either way it changes no weight."""
 
     def __post_init__(self) -> None:
         require(self.path != "", "path must name a model; use builtin:tiny-math for the one that needs no download")
@@ -85,7 +96,12 @@ class ActorConfig:
             self.dual_clip is None or self.dual_clip > 1,
             f"dual_clip must be > 1, got {self.dual_clip}; use null for no bound",
         )
+        require(
+            self.behave_imp_weight_cap is None or self.behave_imp_weight_cap > 0,
+            f"behave_imp_weight_cap must be > 0, got {self.behave_imp_weight_cap}; use null for no cap",
+        )
         require(self.kl_ctl >= 0, f"kl_ctl must be >= 0, got {self.kl_ctl}")
+        require(self.kl_ctl < math.inf, f"kl_ctl must be finite, got {self.kl_ctl}")
         require(self.max_tokens_per_mb >= 1, f"max_tokens_per_mb must be >= 1, got {self.max_tokens_per_mb}")
         require(self.ppo_n_minibatches >= 1, f"ppo_n_minibatches must be >= 1, got {self.ppo_n_minibatches}")
 

@@ -175,7 +175,7 @@ def step_figures(groups: Sequence[GroupResult], version: int, policy: Mapping[st
         "calls": float(sum(episode.calls for episode in episodes)),
         "tokens": float(sum(episode.trained_tokens for episode in episodes)),
         "episode_seconds": float(np.mean([episode.seconds for episode in episodes])),
-        "truncated": float(np.mean([episode.rows[-1].truncated for episode in episodes])),
+        "truncated": float(np.mean([episode.truncated for episode in episodes])),
     }
     return {**figures, **policy, **_recorded_means(episodes)}
 

@@ -14,6 +14,7 @@ from areal.engine.training.supervised import mean_nll, supervised_batch
 from areal.trainer import display
 from areal.trainer.display import Progress
 from areal.trainer.logs import MetricsLog
+from areal.trainer.nonfinite import guarded_update
 from areal.trainer.run import RunParts, Trainer, TrainingRun, TrainResult
 from areal.trainer.tasks import Settled, task_stream
 
@@ -50,6 +51,7 @@ class _SFTRun(TrainingRun):
         examples: list[dict[str, Any]],
     ) -> None:
         super().__init__(config, parts, progress)
+        self._actor = config.actor
         self._metrics = metrics
         self._batch_size = config.train_dataset.batch_size
         settled = Settled(self._step * self._batch_size)
@@ -59,9 +61,17 @@ class _SFTRun(TrainingRun):
     def _train(self) -> None:
         while self._step < self._total_steps:
             batch = [(task["messages"], task["tools"]) for _, task in islice(self._examples, self._batch_size)]
-            figures = self._engine.train_batch(supervised_batch(batch, self._tokenizer), mean_nll)
+            figures = guarded_update(
+                self._engine,
+                supervised_batch(batch, self._tokenizer),
+                mean_nll,
+                self._actor,
+                place=self._step,
+                step=self._step + 1,
+                directory=self._directory.path,
+            )
             self._step += 1
-            self._loss = figures["loss"]
+            self._loss = figures.get("loss", self._loss)
             self._metrics.write(self._step, figures)
             self._progress.update(self._step, {"nll": self._loss})
             if self._due(self._saver.freq_steps):

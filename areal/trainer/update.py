@@ -12,7 +12,8 @@ behaviour, which alone is right for recomputed log-probs of samples that may be 
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from areal.config.training import ActorConfig
 from areal.engine.training.engine import TokenBatch, TrainingEngine
 from areal.engine.training.figures import Figures
 from areal.engine.training.packing import Span
+from areal.trainer.nonfinite import guarded_update
 from areal.utils.logging import getLogger
 
 SAME_LOGPROB = 1e-4
@@ -41,12 +43,14 @@ class PolicyUpdate:
         reference: TrainingEngine | None,
         seed: int,
         *,
+        directory: Path | None = None,
         stale_samples: bool = False,
         seen_difference: float = 0.0,
         same_arithmetic: bool = True,
     ) -> None:
-        """`stale_samples`: they may come from older weights; recomputed log-probs then imply the decoupled loss.
+        """`directory`: where the batch of an update that is not finite is saved; None = nowhere.
 
+        `stale_samples`: they may come from older weights; recomputed log-probs then imply the decoupled loss.
         `seen_difference`: the largest between engine and trainer that this run met before it was resumed.
         `same_arithmetic`: the engine computes as the trainer does; otherwise `auto` recomputes from the first step on.
         """
@@ -54,6 +58,7 @@ class PolicyUpdate:
         self._actor = actor
         self._reference = reference
         self._seed = seed
+        self._directory = directory
         self._stale_samples = stale_samples
         self._recompute = actor.recompute_logprob is True or (actor.recompute_logprob == "auto" and not same_arithmetic)
         self._recompute_if_different(seen_difference)
@@ -61,13 +66,14 @@ class PolicyUpdate:
     def step(self, groups: Sequence[GroupResult]) -> dict[str, float]:
         """Train on a batch of groups; returns the step's figures."""
         whole = token_batch(rows_of_groups(groups), self._actor)
-        parts = minibatches(whole, self._actor.ppo_n_minibatches, f"{self._seed}-{self._engine.version}")
+        count = self._actor.ppo_n_minibatches
+        parts = minibatches(whole, count, f"{self._seed}-{self._engine.version}")
         trained = []
         for number, batch in enumerate([self._prepare(part) for part in parts]):
             # Only the first minibatch is computed with the very weights that sampled the newest tokens.
             newest = (batch.fields["versions"] == self._engine.version) & (number == 0)
             batch.fields["checkable"] = newest & ~batch.fields["unreported"]
-            trained.append(self._train(batch))
+            trained.append(self._train(batch, self._engine.version * count + number))
         self._engine.version += 1
         figures = Figures.of_minibatches(trained)
         figures["recomputed"] = float(self._recompute)
@@ -99,10 +105,17 @@ class PolicyUpdate:
             batch.fields["reference"] = self._reference.logprobs(batch)
         return batch
 
-    def _train(self, batch: TokenBatch) -> Figures:
-        if not batch.spans:
-            return Figures(mean={"loss": 0.0, "grad_norm": 0.0}, total={"forward_tokens": 0.0})
-        return self._engine.train_batch(batch, self._loss)
+    def _train(self, batch: TokenBatch, place: int) -> Figures:
+        """`place` in the learning-rate schedule goes by version, so a step without signal moves it on too."""
+        return guarded_update(
+            self._engine,
+            batch,
+            self._loss,
+            self._actor,
+            place=place,
+            step=self._engine.version + 1,
+            directory=self._directory,
+        )
 
     def _loss(self, logprobs: Tensor, fields: dict[str, Tensor]) -> tuple[Tensor, Figures]:
         actor, weights = self._actor, fields["weights"]
@@ -175,7 +188,10 @@ def rows_of_groups(groups: Sequence[GroupResult]) -> list[TrainRow]:
 
 
 def token_batch(rows: Sequence[TrainRow], actor: ActorConfig) -> TokenBatch:
-    """Advantages are taken within each group, weights sum to 1 over the whole batch."""
+    """Advantages are taken within each group, weights sum to 1 over the whole batch.
+
+    Truncated completions that are masked count for the advantages of the others.
+    """
     masks = [each.row.loss_mask for each in rows]
     counts = [int(mask.sum()) for mask in masks]
 
@@ -189,26 +205,32 @@ def token_batch(rows: Sequence[TrainRow], actor: ActorConfig) -> TokenBatch:
     completions = gather("completion_index") + spread([each.first_completion for each in rows])
     peers = spread([each.peers for each in rows])
     fields = {
+        "completions": completions,
         "behaviour": gather("logprobs"),
         "versions": gather("versions"),
         "unreported": spread([each.row.recompute_logprobs for each in rows]),
         "advantages": group_advantages(gather("returns"), peers, actor.group_baseline, actor.adv_norm, completions),
-        "weights": loss_weights(completions, actor.loss_norm),
     }
     spans = [
         Span(each.row.input_ids, np.flatnonzero(mask), each.group, tuple(each.row.images))
         for each, mask in zip(rows, masks, strict=True)
     ]
-    return TokenBatch(spans, gather("temperatures"), fields)
+    batch = TokenBatch(spans, gather("temperatures"), fields)
+    if actor.mask_truncated:
+        truncated = np.concatenate([each.row.truncated_tokens()[mask] for each, mask in zip(rows, masks, strict=True)])
+        batch = _select(batch, torch.from_numpy(~truncated))
+    batch.fields["weights"] = loss_weights(batch.fields.pop("completions"), actor.loss_norm)
+    return batch
 
 
 def minibatches(batch: TokenBatch, count: int, seed: str) -> list[TokenBatch]:
     """Whole groups, dealt at random but reproducibly; within each minibatch the weights sum to 1 again."""
     groups = sorted({span.group for span in batch.spans})
     random.Random(seed).shuffle(groups)
-    count = min(count, len(groups))
+    count = max(1, min(count, len(groups)))
     home = {group: place % count for place, group in enumerate(groups)}
-    parts = [_select(batch, [home[span.group] == number for span in batch.spans]) for number in range(count)]
+    homes = _per_token(batch, [home[span.group] for span in batch.spans])
+    parts = [_select(batch, homes == number) for number in range(count)]
     for part in parts:
         part.fields["weights"] = part.fields["weights"] / part.fields["weights"].sum()
     return parts
@@ -216,15 +238,24 @@ def minibatches(batch: TokenBatch, count: int, seed: str) -> list[TokenBatch]:
 
 def without_zero_advantages(batch: TokenBatch) -> TokenBatch:
     """Leave out sequences that contribute no gradient; the others keep their weights."""
+    number = _per_token(batch, range(len(batch.spans)))
+    useful = torch.zeros(len(batch.spans), dtype=torch.bool)
+    useful[number[batch.fields["advantages"] != 0]] = True
+    return _select(batch, useful[number])
+
+
+def _select(batch: TokenBatch, kept: Tensor) -> TokenBatch:
+    """The tokens that are kept, and the sequences that have any."""
+    parts = kept.split([len(span.asked) for span in batch.spans]) if batch.spans else ()
+    spans = [
+        replace(span, asked=span.asked[part.numpy()])
+        for span, part in zip(batch.spans, parts, strict=True)
+        if part.any()
+    ]
+    return TokenBatch(spans, batch.temperatures[kept], {name: values[kept] for name, values in batch.fields.items()})
+
+
+def _per_token(batch: TokenBatch, values: Sequence[int]) -> Tensor:
+    """Each sequence's value on all its trained tokens."""
     counts = [len(span.asked) for span in batch.spans]
-    return _select(batch, [bool(part.any()) for part in (batch.fields["advantages"] != 0).split(counts)])
-
-
-def _select(batch: TokenBatch, kept: list[bool]) -> TokenBatch:
-    """The sequences that are kept, with their tokens' fields."""
-    tokens = torch.from_numpy(np.repeat(kept, [len(span.asked) for span in batch.spans]))
-    return TokenBatch(
-        [span for span, keep in zip(batch.spans, kept, strict=True) if keep],
-        batch.temperatures[tokens],
-        {name: values[tokens] for name, values in batch.fields.items()},
-    )
+    return torch.from_numpy(np.repeat(np.asarray(values, np.int64), counts))

@@ -1,5 +1,6 @@
 """A step is the same however the batch is cut, goes on after a reload, and refuses what would ruin the weights."""
 
+import copy
 import io
 import math
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from tiny_models import TINY, randomise, training_engine
 from torch import Tensor
 
+from areal.api.errors import NonFiniteUpdate
 from areal.config.training import OptimizerConfig
 from areal.engine.model.weights import digest
 from areal.engine.training import packing
@@ -113,13 +115,33 @@ def test_weight_decay_spares_norms() -> None:
     torch.testing.assert_close(after["layers.0.qkv"].detach(), before["layers.0.qkv"] * 0.95)
 
 
-def test_a_gradient_that_is_no_number_leaves_the_weights_alone() -> None:
+def infinite_loss(logprobs: Tensor, fields: dict[str, Tensor]) -> tuple[Tensor, Figures]:
+    """Its gradient is finite."""
+    loss, figures = policy_gradient(logprobs, fields)
+    return loss + math.inf, figures
+
+
+def test_a_loss_or_gradient_that_is_not_finite_leaves_weights_and_optimizer_alone() -> None:
     engine = training_engine()
-    before, task = engine.flat.clone(), batch()
+    engine.train_batch(batch(), policy_gradient)
+    before, state, task = engine.flat.clone(), copy.deepcopy(engine.state()), batch()
     task.fields["advantages"][3] = math.nan
-    with pytest.raises(FloatingPointError, match="gradient norm must be finite, got nan"):
+    with pytest.raises(NonFiniteUpdate, match="gradient norm must be finite, got nan and nan; the weights were not"):
         engine.train_batch(task, policy_gradient)
+    with pytest.raises(NonFiniteUpdate, match=r"gradient norm must be finite, got inf and \d"):
+        engine.train_batch(batch(), infinite_loss)
     assert torch.equal(engine.flat, before)
+    torch.testing.assert_close(engine.state(), state, atol=0, rtol=0)
+
+
+def test_an_empty_batch_changes_nothing_but_the_place_in_the_schedule() -> None:
+    engine = training_engine(optimizer=OptimizerConfig(lr=1.0, warmup_steps=4, weight_decay=0.5))
+    before = engine.flat.clone()
+    figures = engine.train_batch(TokenBatch([], torch.empty(0)), policy_gradient)
+    assert torch.equal(engine.flat, before)
+    assert figures == {"loss": 0.0, "grad_norm": 0.0, "lr": 0.25, "forward_tokens": 0.0}
+    assert engine.train_batch(batch(), policy_gradient)["lr"] == 0.5
+    assert engine.train_batch(batch(), policy_gradient, place=3)["lr"] == 1.0
 
 
 def test_a_reloaded_engine_takes_the_same_next_step(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from small_runs import make_batch, make_directory, make_group
+from small_runs import make_batch, make_conversation, make_directory, make_group
 
 from areal.api.errors import RejectReason
 from areal.api.messages import GroupResult, Rejection
@@ -96,6 +96,15 @@ def test_a_run_in_which_nothing_was_compared_does_not_claim_a_difference_of_zero
     assert "max_logprob_difference" not in first
     assert second["max_logprob_difference"] == 0.0
     run.close()
+
+
+def test_an_episode_counts_as_truncated_if_any_of_its_completions_was() -> None:
+    whole, first, inner, last = (make_conversation() for _ in range(4))
+    first.rows[0].truncated = True
+    inner.rows[0].truncated_completions = [0]
+    last.rows[-1].truncated = True
+    group = GroupResult(0, [whole, first, inner, last], [], {})
+    assert step_figures([group], 5, {})["truncated"] == 0.75
 
 
 Spans = list[tuple[float, float]]

@@ -1,5 +1,7 @@
 """Supervised training through its public class, on the built-in model."""
 
+import itertools
+import math
 import os
 import signal
 from pathlib import Path
@@ -9,7 +11,7 @@ import pytest
 import torch
 
 from areal import SFTTrainer
-from areal.api.errors import DatasetError, RunExists
+from areal.api.errors import DatasetError, NonFiniteUpdate, RunExists
 from areal.config.experiment import DatasetConfig, SFTConfig
 from areal.config.training import SaverConfig
 from areal.engine.training.supervised import mean_nll
@@ -91,6 +93,57 @@ def test_ctrl_c_saves_the_step_and_the_same_run_goes_on(
         trainer.train()
     assert [row["step"] for row in read_metrics(run_dir)] == [1, 2, 3, 4]
     assert "(resuming after step 1)" in capfd.readouterr().err
+
+
+def nan_at(step: int) -> Any:
+    """A loss that is not a number, once."""
+    calls = itertools.count(1)
+
+    def loss(logprobs: torch.Tensor, fields: dict[str, torch.Tensor]) -> Any:
+        value, figures = mean_nll(logprobs, fields)
+        return value * (math.nan if next(calls) == step else 1.0), figures
+
+    return loss
+
+
+@pytest.mark.timeout(300)
+def test_loss_that_is_not_a_number_stops_with_the_last_good_weights_saved(
+    tmp_path: Path, tiny_math: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with SFTTrainer(config(tmp_path / "straight", tiny_math)) as trainer:
+        straight = trainer.train()
+    settings = config(tmp_path / "cut", tiny_math)
+    settings.saver.freq_steps = None
+    with monkeypatch.context() as patch:
+        patch.setattr(sft, "mean_nll", nan_at(3))
+        with pytest.raises(NonFiniteUpdate, match=r"step 3: .* got nan and nan"), SFTTrainer(settings) as trainer:
+            trainer.train()
+    run_dir = tmp_path / "cut/sft/one"
+    assert (run_dir / "nonfinite-step-000003.npz").exists()
+    (saved,) = (run_dir / "checkpoints").iterdir()
+    assert saved.name == "step-000002"
+    expected, got = weights(straight.run_dir / "checkpoints/step-000002"), weights(saved)
+    assert all(torch.equal(expected[name], got[name]) for name in expected)
+    with SFTTrainer(settings) as trainer:  # optimizer and schedule go on from the last good step
+        resumed = trainer.train()
+    expected, got = weights(straight.model_dir), weights(resumed.model_dir)
+    assert all(torch.equal(expected[name], got[name]) for name in expected)
+
+
+@pytest.mark.timeout(300)
+def test_loss_that_is_not_a_number_is_left_out_if_the_config_says_so(
+    tmp_path: Path, tiny_math: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = config(tmp_path, tiny_math)
+    settings.saver.freq_steps, settings.actor.on_nonfinite = 1, "skip"
+    monkeypatch.setattr(sft, "mean_nll", nan_at(3))
+    with SFTTrainer(settings) as trainer:
+        result = trainer.train()
+    rows = read_metrics(result.run_dir)
+    assert [row["skipped_updates"] for row in rows] == [0, 0, 1, 0]
+    assert ["loss" in row for row in rows] == [True, True, False, True]
+    before, after = (weights(result.run_dir / f"checkpoints/step-00000{step}") for step in (2, 3))
+    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_conversation_without_an_answer_is_refused_by_number(tmp_path: Path, tiny_math: Path) -> None:

@@ -1,5 +1,6 @@
 """One update: how groups become weighted tokens, and against which log-probs and under which loss they are trained."""
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,11 +10,12 @@ import torch
 from small_runs import byte_tokenizer, gradient_of, make_batch, make_config, make_directory, make_engine, make_group
 
 from areal import PPOTrainer
+from areal.api.errors import NonFiniteUpdate
 from areal.api.io_struct import ModelResponse
 from areal.api.messages import Episode, GroupResult
 from areal.config.rollout import RolloutConfig
-from areal.config.training import ActorConfig
-from areal.engine.training.engine import TokenBatch, TrainingEngine
+from areal.config.training import ActorConfig, OptimizerConfig
+from areal.engine.training.engine import TokenBatch, TrainingEngine, learning_rate
 from areal.trainer.journal import Account
 from areal.trainer.run import RunParts
 from areal.trainer.update import PolicyUpdate, minibatches, rows_of_groups, token_batch, without_zero_advantages
@@ -340,6 +342,113 @@ def test_a_later_minibatch_sees_changed_weights_and_is_not_compared() -> None:
     figures = update(groups, make_engine(warmup_steps=0, lr=0.1), ppo_n_minibatches=4)
     assert figures["max_logprob_difference"] < 1e-4
     assert figures["trained_tokens"] <= sum(int(each.row.loss_mask.sum()) for each in rows_of_groups(groups))
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_learning_rate_goes_by_version_through_steps_without_signal(minibatches: int) -> None:
+    useless = [make_group(number, [1, 1]) for number in range(4)]
+    engine = make_engine(lr=1.0, warmup_steps=0, lr_scheduler="cosine")
+    rates = [update(groups, engine, ppo_n_minibatches=minibatches)["lr"] for groups in (useless, useless, make_batch())]
+    places = [[step * minibatches + number for number in range(minibatches)] for step in range(3)]
+    expected = [
+        sum(learning_rate(OptimizerConfig(lr=1.0, warmup_steps=0, lr_scheduler="cosine"), place, 20) for place in each)
+        for each in places
+    ]
+    assert rates == pytest.approx([each / minibatches for each in expected])
+    assert engine.state()["steps"] == 3 * minibatches
+
+
+def test_masked_completions_that_were_cut_off_do_not_train_but_count_for_the_mean() -> None:
+    group = make_group(0, [1, 0, 0, 0])
+    cut, *others = [episode.rows[0] for episode in group.episodes]
+    cut.truncated = True
+    full, masked = whole([group]), whole([group], mask_truncated=True)
+    assert len(full.spans) == 4
+    assert [span.ids.tolist() for span in masked.spans] == [row.input_ids.tolist() for row in others]
+    assert first_advantages(masked) == [-0.25] * 3
+    assert float(masked.fields["weights"].sum()) == pytest.approx(1)
+
+
+def test_only_the_completion_that_was_cut_off_is_masked_in_a_conversation() -> None:
+    tree = branching_tree()
+    tree.completions[0].stop_reason = "length"
+    for style in ("individual", "concat"):
+        group = group_of(tree, style)
+        assert group.episodes[0].truncated
+        batch = whole([group], mask_truncated=True)
+        trained = sum(len(span.asked) for span in batch.spans)
+        assert trained == sum(episode.trained_tokens for episode in group.episodes) - len(
+            tree.completions[0].output_ids
+        )
+
+
+def test_a_batch_of_masked_completions_only_is_a_step_without_signal() -> None:
+    groups, engine = make_batch(), make_engine()
+    for each in rows_of_groups(groups):
+        each.row.truncated = True
+    before = engine.flat.clone()
+    figures = update(groups, engine, mask_truncated=True, ppo_n_minibatches=2)
+    assert torch.equal(engine.flat, before)
+    assert (engine.version, figures["loss"]) == (1, 0)
+
+
+def spoilt_batch() -> list[GroupResult]:
+    """A log-prob that is not a number, in the last of four groups."""
+    groups = [make_group(number, [1, 0, 0]) for number in range(4)]
+    row = groups[-1].episodes[0].rows[0]
+    row.logprobs[row.loss_mask] = np.nan
+    return groups
+
+
+def test_update_that_is_not_finite_stops_with_its_batch_saved_and_nothing_changed(tmp_path: Path) -> None:
+    engine = make_engine()
+    update(make_batch(), engine)
+    weights, state = engine.flat.clone(), copy.deepcopy(engine.state())
+    groups = spoilt_batch()
+    with pytest.raises(NonFiniteUpdate) as caught:
+        PolicyUpdate(engine, ActorConfig(), None, seed=1, directory=tmp_path).step(groups)
+    file = tmp_path / "nonfinite-step-000002.npz"
+    assert str(caught.value).startswith("step 2: the loss and the gradient norm must be finite, got nan and ")
+    assert str(caught.value).endswith(
+        f"the weights were not changed; its batch is saved in {file}; actor.on_nonfinite=skip leaves such updates out"
+    )
+    assert torch.equal(engine.flat, weights)
+    torch.testing.assert_close(engine.state(), state, atol=0, rtol=0)
+    with np.load(file) as saved:
+        rows = [each.row for each in rows_of_groups(groups)]
+        assert saved["input_ids"].tolist() == np.concatenate([row.input_ids for row in rows]).tolist()
+        assert saved["lengths"].tolist() == [len(row.input_ids) for row in rows]
+        places = np.concatenate([np.flatnonzero(row.loss_mask) for row in rows])
+        assert saved["trained_positions"].tolist() == places.tolist()
+        assert len(saved["behaviour"]) == len(saved["advantages"]) == len(places)
+        assert np.isnan(saved["behaviour"]).any()
+
+
+def test_a_batch_that_cannot_be_saved_does_not_hide_why_the_run_stops(tmp_path: Path) -> None:
+    with pytest.raises(NonFiniteUpdate, match=r"step 1: the loss .* its batch could not be saved \(.*No such file"):
+        PolicyUpdate(make_engine(), ActorConfig(), None, seed=1, directory=tmp_path / "gone").step(spoilt_batch())
+
+
+def test_skipped_update_leaves_weights_and_optimizer_alone_and_is_counted(tmp_path: Path) -> None:
+    engine = make_engine()
+    weights, state = engine.flat.clone(), copy.deepcopy(engine.state())
+    update_ = PolicyUpdate(engine, ActorConfig(on_nonfinite="skip"), None, seed=1, directory=tmp_path)
+    figures = update_.step(spoilt_batch())
+    assert (figures["skipped_updates"], engine.version) == (1, 1)
+    assert all(np.isfinite(value) for value in figures.values())
+    assert torch.equal(engine.flat, weights)
+    torch.testing.assert_close(engine.state()["optimizer"], state["optimizer"], atol=0, rtol=0)
+    assert update_.step(make_batch())["skipped_updates"] == 0
+    assert not torch.equal(engine.flat, weights)
+
+
+def test_only_the_spoilt_minibatch_is_skipped() -> None:
+    engine = make_engine()
+    before = engine.flat.clone()
+    figures = update(spoilt_batch(), engine, on_nonfinite="skip", ppo_n_minibatches=4)
+    assert figures["skipped_updates"] == 1
+    assert bool(engine.flat.isfinite().all())
+    assert not torch.equal(engine.flat, before)
 
 
 def test_a_batch_that_teaches_nothing_leaves_the_weights_alone() -> None:

@@ -1,0 +1,74 @@
+"""What a run does with an update whose loss or gradient is not a finite number: `actor.on_nonfinite`.
+
+The engine has changed nothing when it reports one. `stop` saves the batch for whoever looks for the cause and ends the
+run with an error, upon which the run writes its checkpoint; `skip` leaves the update out and counts it.
+"""
+
+from pathlib import Path
+
+import numpy as np
+
+from areal.api.errors import NonFiniteUpdate
+from areal.config.training import ActorConfig
+from areal.engine.training.engine import Loss, TokenBatch, TrainingEngine
+from areal.engine.training.figures import Figures
+from areal.utils.logging import getLogger
+
+logger = getLogger("trainer")
+
+
+def guarded_update(
+    engine: TrainingEngine,
+    batch: TokenBatch,
+    loss: Loss,
+    actor: ActorConfig,
+    *,
+    place: int,
+    step: int,
+    directory: Path | None,
+) -> Figures:
+    """`engine.train_batch` with `skipped_updates` among its figures.
+
+    `step` counts from 1; `directory`: where a batch is saved, None = nowhere.
+    """
+    try:
+        figures = engine.train_batch(batch, loss, place)
+    except NonFiniteUpdate as error:
+        if actor.on_nonfinite == "skip":
+            logger.warning("step %d: %s; the update is skipped (actor.on_nonfinite: skip)", step, error)
+            return Figures(total={"skipped_updates": 1})
+        raise NonFiniteUpdate(
+            f"step {step}: {error}; {_saved(batch, directory, step)}; actor.on_nonfinite=skip leaves such updates out"
+        ) from error
+    return Figures.of_passes([figures, Figures(total={"skipped_updates": 0})])
+
+
+def _saved(batch: TokenBatch, directory: Path | None, step: int) -> str:
+    """Save the batch, and say where."""
+    if directory is None:
+        return "its batch was not saved"
+    path = directory / f"nonfinite-step-{step:06d}.npz"
+    try:
+        save_batch(path, batch)
+    except OSError as error:  # the cause that is reported must stay the first one
+        return f"its batch could not be saved ({error})"
+    return f"its batch is saved in {path}"
+
+
+def save_batch(path: Path, batch: TokenBatch) -> None:
+    """Sequences one after the other with their lengths; positions of trained tokens, and their fields by name."""
+    spans = batch.spans
+    images = [image for span in spans for image in span.images]
+    np.savez_compressed(
+        path,
+        input_ids=np.concatenate([span.ids for span in spans]),
+        lengths=np.array([len(span.ids) for span in spans]),
+        groups=np.array([span.group for span in spans]),
+        trained_positions=np.concatenate([span.asked for span in spans]),
+        trained_counts=np.array([len(span.asked) for span in spans]),
+        image_bytes=np.frombuffer(b"".join(images), np.uint8),
+        image_lengths=np.array([len(image) for image in images], np.int64),
+        image_counts=np.array([len(span.images) for span in spans]),
+        temperatures=batch.temperatures.numpy(),
+        **{name: values.numpy() for name, values in batch.fields.items()},
+    )
