@@ -11,6 +11,7 @@ import asyncio
 import os
 import pickle
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -25,6 +26,7 @@ from areal.api.messages import ENGINE_ROLE, WORKER_ROLE, GroupResult, GroupTask,
 from areal.config.experiment import PPOConfig
 from areal.config.rollout import RolloutConfig
 from areal.engine.inference.remote import RemoteEngine
+from areal.engine.model.weights import shared_memory
 from areal.engine.models import max_positions
 from areal.infra.rpc.channel import Channel, ChannelClosed
 from areal.infra.rpc.connect import DriverListener
@@ -132,6 +134,11 @@ class Fleet(Closing):
         self._wait(publish())
 
     @property
+    def shared_memory(self) -> Path:
+        """A directory for the weights that are published here; it is removed with the run, also if that is killed."""
+        return self._processes.shared_memory
+
+    @property
     def rejections(self) -> Rejections:
         return self._running.rejections
 
@@ -200,6 +207,9 @@ class _Processes:
         self._logs = logs
         self._on_death = on_death
         self._listener = DriverListener(api_wire())
+        self.shared_memory = self._scheduler.scratch(shared_memory())
+        """A directory for the weights that the engine maps."""
+        self._sockets = self._scheduler.scratch(Path(tempfile.gettempdir()))
         self._channels: dict[str, Channel] = {}
         self._watchers: list[asyncio.Task[None]] = []
         self._local = AsyncExitStack()
@@ -244,7 +254,8 @@ class _Processes:
     async def _start_engine(self, model: Path, dtype: str, threads: int) -> tuple[RemoteEngine, str]:
         """The driver's handle on the engine, and the address at which workers reach it."""
         env = {"OMP_NUM_THREADS": str(threads)}
-        placement = await self._start(ENGINE_ROLE, ["areal.engine.inference.server", str(model), dtype], env)
+        module = ["areal.engine.inference.server", str(model), dtype, str(self._sockets)]
+        placement = await self._start(ENGINE_ROLE, module, env)
         arrival = await self._listener.expect(ENGINE_ROLE, 0, placement, timeout_seconds=START_SECONDS)
         self._watch(ENGINE_ROLE, placement, arrival.channel)
         return RemoteEngine(arrival.channel), arrival.info["address"]

@@ -93,7 +93,6 @@ class PPOTrainer(Trainer):
             config.actor,
             reference,
             config.seed,
-            directory=parts.directory.path,
             stale_samples=config.rollout.max_head_offpolicyness > 0,
             seen_difference=account.max_logprob_difference or 0.0,
             same_arithmetic=config.rollout.dtype == "float32",
@@ -168,6 +167,7 @@ class _PPORun(TrainingRun):
         self._journal.start_clock()
         self._cpu_before = self._fleet.cpu_seconds()
         self._fleet.begin(tasks, admission, plan.keep)
+        self._engine.shared_dir = self._fleet.shared_memory
         self._fleet.publish(self._engine.publish())
 
     def _settle(self, groups: list[GroupResult]) -> None:

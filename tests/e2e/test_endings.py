@@ -26,15 +26,26 @@ def test_killed_process_ends_the_run_which_says_what_died(example: Start, module
     assert re.search(r"^stopped after step \d+ of 200; everything is saved in ", run.text, re.MULTILINE)
 
 
-def test_killed_driver_takes_every_process_with_it(example: Start) -> None:
+def test_killed_driver_takes_every_process_and_file_with_it(
+    example: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = tmp_path / "t"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
     run = example("total_train_steps=200")
     run.wait_for(r"^step 10/200 ")
     descendants = run.descendants()
+    shared = {Path(path) for path in re.findall(r"/dev/shm/areal-\S+", Path(f"/proc/{run.pid}/maps").read_text())}
+    assert shared
+    assert all(path.exists() for path in shared)
+    assert list(temporary.glob("areal-*"))
     assert sum("areal." in command for command in descendants.values()) >= 2
     witness = Witness(descendants)
     run.kill(signal.SIGKILL)
     run.wait(END_SECONDS)
     assert witness.survivors(END_SECONDS) == {}
+    assert [path for path in shared if path.parent.exists()] == []
+    assert list(temporary.glob("areal-*")) == []
 
 
 def test_ctrl_c_saves_and_the_same_command_goes_on_to_the_end(example: Start, run_dir: Path) -> None:

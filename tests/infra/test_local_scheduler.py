@@ -171,6 +171,40 @@ async def test_kill_9_of_the_driver_leaves_no_child_grandchild_or_guardian(tmp_p
         await wait_until_gone(pid)
 
 
+DRIVER_WITH_FILES = (
+    REPORT
+    + """
+from pathlib import Path
+from areal.infra.scheduler import LocalScheduler
+
+directory = LocalScheduler().scratch(Path(sys.argv[1]))
+(directory / "weights").write_bytes(bytes(1000))
+report(os.getpid())
+signal.pause()
+"""
+)
+
+
+async def test_kill_9_of_the_driver_leaves_no_scratch_directory(tmp_path: Path, reports: Reports) -> None:
+    driver = await asyncio.create_subprocess_exec(sys.executable, "-c", DRIVER_WITH_FILES, str(tmp_path))
+    await reports.next()
+    (guardian,) = children_of(driver.pid)
+    (name,) = (name for name in os.listdir(tmp_path) if name.startswith("areal-"))
+    directory = tmp_path / name
+    assert directory.stat().st_mode & 0o777 == 0o700
+    driver.kill()
+    await driver.wait()
+    await wait_until_gone(guardian)
+    assert not directory.exists()
+
+
+async def test_close_removes_scratch_directories(scheduler: LocalScheduler, tmp_path: Path) -> None:
+    directory = scheduler.scratch(tmp_path)
+    (directory / "weights").write_bytes(b"1")
+    await scheduler.close()
+    assert not directory.exists()
+
+
 async def test_thread_that_started_a_process_may_end_before_it(tmp_path: Path, reports: Reports) -> None:
     scheduler = LocalScheduler()
     loop = asyncio.new_event_loop()

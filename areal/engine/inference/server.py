@@ -1,4 +1,4 @@
-"""The embedded engine as a process of its own: `python -m areal.engine.inference.server MODEL_DIRECTORY [DTYPE]`.
+"""The embedded engine as a process of its own: `python -m areal.engine.inference.server MODEL [DTYPE [SOCKET_DIR]]`.
 
 It connects to the driver, serves rollout workers on a Unix socket whose address it sends there, and exits, leaving no
 files, when the driver hangs up or on SIGTERM. An engine that has failed for good serves nobody: then the process ends
@@ -11,6 +11,7 @@ import signal
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 from areal.api.messages import ENGINE_ROLE
@@ -31,8 +32,8 @@ def load_engine(directory: Path, dtype: str = "float32") -> EmbeddedEngine:
     return EmbeddedEngine(open_runner(directory, dtype), load_hf_tokenizer(directory))
 
 
-async def serve_engine(directory: Path, dtype: str = "float32") -> str | None:
-    """Returns why the engine failed; None if it was told to end."""
+async def serve_engine(directory: Path, dtype: str = "float32", socket_directory: str | None = None) -> str | None:
+    """Returns why the engine failed; None if it was told to end. Without a directory for its socket it makes one."""
     engine = load_engine(directory, dtype)
     handlers = engine_handlers(engine) | {"cpu_seconds": time.process_time}
     ended = asyncio.Event()
@@ -42,8 +43,9 @@ async def serve_engine(directory: Path, dtype: str = "float32") -> str | None:
     def add_handlers(channel: Channel) -> None:
         channel.handlers.update(handlers | engine_handlers(engine, channel))
 
-    with tempfile.TemporaryDirectory(prefix="areal-") as directory_of_socket:
-        address = f"unix:{directory_of_socket}/engine"
+    with ExitStack() as stack:
+        place = socket_directory or stack.enter_context(tempfile.TemporaryDirectory(prefix="areal-"))
+        address = f"unix:{place}/engine"
         endpoint = await serve(address, add_handlers, wire=api_wire(), peer="a rollout worker")
         driver = await connect_to_driver(ENGINE_ROLE, 0, {"address": endpoint.address}, handlers, wire=api_wire())
         driver.closed.add_done_callback(lambda _: ended.set())

@@ -3,10 +3,13 @@
 import hashlib
 import json
 import mmap
+import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -14,10 +17,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from areal.api.engine_api import WeightUpdate
-from areal.api.errors import ModelError, WeightMismatch
+from areal.api.errors import ArealError, ModelError, WeightMismatch
 from areal.engine.model.architecture import Architecture
 from areal.engine.model.decoder import Decoder
 
+MIB = 1 << 20
 _WHOLE = {"embedding": "model.embed_tokens.weight", "head": "lm_head.weight", "final_norm": "model.norm.weight"}
 _IN_LAYER = {
     "attention_norm": ("input_layernorm.weight",),
@@ -61,16 +65,35 @@ def digest(flat: Tensor) -> str:
     return hashlib.blake2b(memoryview(flat.detach().numpy()).cast("B"), digest_size=16).hexdigest()
 
 
+def shared_memory() -> Path:
+    """The directory whose files are memory, or where there is none, that of temporary files."""
+    return Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
+
+
 class SharedWeights:
     """A flat float32 buffer in a file that processes of one machine map."""
 
     def __init__(self, path: Path, size: int, *, create: bool = False) -> None:
+        """Raises ArealError if there is no room to create it."""
         with open(path, "w+b" if create else "r+b") as file:
             if create:
-                file.truncate(size * 4)
+                _reserve(file, path, size * 4)
             self._map = mmap.mmap(file.fileno(), size * 4)
         self.path = path
         self.flat = torch.frombuffer(self._map, dtype=torch.float32)
+
+
+def _reserve(file: BinaryIO, path: Path, size_bytes: int) -> None:
+    """Give the file all its room now: the kernel kills a process that writes into a mapping that has none (SIGBUS)."""
+    try:
+        os.posix_fallocate(file.fileno(), 0, size_bytes)
+    except OSError as error:
+        free = shutil.disk_usage(path.parent).free
+        raise ArealError(
+            f"the weights that are shared with the engine need {size_bytes / MIB:,.1f} MiB for each of two versions, "
+            f"and {path.parent.parent} has {free / MIB:,.1f} MiB free: {error.strerror}; remove what is not needed "
+            "there, or make it larger (in a container: docker run --shm-size)"
+        ) from None
 
 
 class PublishedWeights:

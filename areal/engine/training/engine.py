@@ -6,7 +6,6 @@ change the gradient. How a pass computes log-probs is up to the `TrainableModel`
 """
 
 import math
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
@@ -18,11 +17,10 @@ import torch
 from torch import Tensor
 
 from areal.api.engine_api import WeightUpdate
-from areal.api.errors import NonFiniteUpdate
 from areal.config.training import OptimizerConfig
 from areal.engine.model.architecture import Architecture
 from areal.engine.model.decoder import Decoder
-from areal.engine.model.weights import SharedWeights, digest
+from areal.engine.model.weights import SharedWeights, digest, shared_memory
 from areal.engine.training.figures import Figures
 from areal.engine.training.packing import PackedDecoder, Span
 
@@ -110,7 +108,8 @@ class TrainingEngine:
         self._optimizer = self._make_optimizer()
         self._steps = 0
         self._shared: list[SharedWeights] = []
-        self._shared_dir: Path | None = None
+        self.shared_dir: Path | None = None
+        """Where the weights are published; None = a directory of its own, made by the first `publish`."""
 
     def logprobs(self, batch: TokenBatch) -> Tensor:
         """Log-probability of every trained token [N] under the present weights."""
@@ -120,39 +119,24 @@ class TrainingEngine:
                 out[part.order] = self.model.logprobs(part, batch.temperatures[part.order])
         return out
 
-    def train_batch(self, batch: TokenBatch, loss: Loss, place: int | None = None) -> Figures:
-        """One optimizer step, or none for an empty batch; returns the loss's figures and the step's own.
-
-        `place` is the step's place in the learning-rate schedule, from 0; None = the one after the last, empty batches
-        counted. Raises NonFiniteUpdate, with weights and optimizer as they were, if loss or gradient are not finite.
-        """
-        self._steps = self._steps if place is None else place
-        rate = learning_rate(self._config, self._steps, self.total_steps)
-        parts = [Figures(mean={"loss": 0.0, "lr": rate}, total={"forward_tokens": 0})]
+    def train_batch(self, batch: TokenBatch, loss: Loss) -> Figures:
+        """One optimizer step; returns the loss's figures and the step's own."""
+        parts = []
         self.flat_grad.zero_()
-        for part in self._passes(batch) if batch.spans else ():
+        for part in self._passes(batch):
             fields = {name: values[part.order] for name, values in batch.fields.items()}
             value, figures = loss(self.model.logprobs(part, batch.temperatures[part.order]), fields)
             value.backward()
             parts += [figures, Figures(mean={"loss": value.detach()}, total={"forward_tokens": part.tokens})]
-        whole = Figures.of_passes(parts)
-        norm = float(self.flat_grad.norm())
-        if not (math.isfinite(whole["loss"]) and math.isfinite(norm)):
-            raise NonFiniteUpdate(
-                f"the loss and the gradient norm must be finite, got {whole['loss']} and {norm}; "
-                "the weights were not changed"
-            )
-        if batch.spans:
-            self._step(rate, norm)
-        self._steps += 1
-        return Figures.of_passes([whole, Figures(mean={"grad_norm": norm})])
+        norm = self._step()
+        parts.append(Figures(mean={"grad_norm": norm, "lr": self._optimizer.param_groups[0]["lr"]}))
+        return Figures.of_passes(parts)
 
     def publish(self) -> WeightUpdate:
         """Copy the weights into shared memory as the present version; the previous version stays readable."""
-        if self._shared_dir is None:
-            base = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-            self._shared_dir = Path(tempfile.mkdtemp(prefix="areal-weights-", dir=base))
-            self._shared = [SharedWeights(self._shared_dir / str(i), self.flat.numel(), create=True) for i in range(2)]
+        if not self._shared:
+            self.shared_dir = self.shared_dir or Path(tempfile.mkdtemp(prefix="areal-", dir=shared_memory()))
+            self._shared = [SharedWeights(self.shared_dir / str(i), self.flat.numel(), create=True) for i in range(2)]
         slot = self._shared[self.version % 2]
         slot.flat.copy_(self.flat)
         return WeightUpdate(self.version, digest(slot.flat), str(slot.path))
@@ -174,9 +158,9 @@ class TrainingEngine:
 
     def close(self) -> None:
         """Remove the shared weights; processes that mapped them keep their view."""
-        if self._shared_dir is not None:
-            shutil.rmtree(self._shared_dir, ignore_errors=True)
-            self._shared_dir = None
+        if self.shared_dir is not None:
+            shutil.rmtree(self.shared_dir, ignore_errors=True)
+            self._shared, self.shared_dir = [], None
 
     @property
     def decoder(self) -> Decoder:
@@ -196,13 +180,19 @@ class TrainingEngine:
             slices.append({"params": [leaf], "weight_decay": decay})
         return torch.optim.AdamW(slices, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
 
-    def _step(self, rate: float, norm: float) -> None:
+    def _step(self) -> float:
+        norm = float(self.flat_grad.norm())
+        if not math.isfinite(norm):
+            raise FloatingPointError(f"the gradient norm must be finite, got {norm}; the weights were not changed")
         limit = self._config.gradient_clipping
         if 0 < limit < norm:
             self.flat_grad.mul_(limit / norm)
+        rate = learning_rate(self._config, self._steps, self.total_steps)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         self._optimizer.step()
+        self._steps += 1
+        return norm
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:

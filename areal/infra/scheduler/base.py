@@ -51,6 +51,10 @@ class Placement(Protocol):
 class Scheduler(Protocol):
     async def start(self, command: Command) -> Placement: ...
 
+    def scratch(self, parent: Path) -> Path:
+        """A new directory in `parent`, for this user only. It is removed at `close`, or when the driver is killed."""
+        ...
+
     async def close(self) -> None:
-        """Stop whatever still runs."""
+        """Stop whatever still runs, and remove the scratch directories."""
         ...

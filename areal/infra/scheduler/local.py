@@ -1,11 +1,14 @@
 """Processes on this machine. Each leads a session of its own, so that a process and its descendants end together.
 
 When a process ends, what is left of its group is killed; when the driver ends, however that comes about, the guardian
-kills every group. A descendant that makes a session of its own is out of reach of both.
+kills every group and removes the scratch directories. A descendant that makes a session of its own is out of reach of
+both.
 """
 
 import asyncio
 import os
+import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,6 +27,7 @@ from areal.utils.threads import ALONE, SHARING
 STOP_SECONDS = 5.0
 KILL_SECONDS = 5.0
 LOG_TAIL_BYTES = 4096
+SCRATCH_PREFIX = "areal-"
 
 
 class LocalScheduler:
@@ -32,6 +36,7 @@ class LocalScheduler:
     def __init__(self) -> None:
         self._guardian: _Guardian | None = None
         self._placements: list[LocalPlacement] = []
+        self._scratch: list[Path] = []
 
     async def start(self, command: Command) -> "LocalPlacement":
         guardian = self._guardian = self._guardian or _Guardian()
@@ -49,9 +54,20 @@ class LocalScheduler:
         guardian.watch(placement.pid)
         return placement
 
+    def scratch(self, parent: Path) -> Path:
+        guardian = self._guardian = self._guardian or _Guardian()
+        directory = parent.absolute() / f"{SCRATCH_PREFIX}{secrets.token_hex(8)}"
+        guardian.watch(directory)  # before it exists: a driver may be killed at any moment
+        self._scratch.append(directory)
+        directory.mkdir(mode=0o700)
+        return directory
+
     async def close(self) -> None:
         await asyncio.gather(*(placement.stop() for placement in self._placements))
         self._placements.clear()
+        for directory in self._scratch:
+            shutil.rmtree(directory, ignore_errors=True)
+        self._scratch.clear()
         if self._guardian is not None:
             await asyncio.to_thread(self._guardian.close)
             self._guardian = None
@@ -106,7 +122,7 @@ class LocalPlacement:
 
 
 class _Guardian:
-    """Kills the process groups that it watches when the driver ends; runs guardian.py.
+    """Kills the process groups and removes the directories that it watches when the driver ends; runs guardian.py.
 
     A parent-death signal would not do: it is tied to the thread that forked, not to the process, and spares
     grandchildren.
@@ -127,9 +143,10 @@ class _Guardian:
     def pid(self) -> int:
         return self._process.pid
 
-    def watch(self, group: int) -> None:
+    def watch(self, what: int | Path) -> None:
+        """A process group, or a directory."""
         try:
-            self._write(f"+{group}\n")
+            self._write(f"+{what}\n")
         except BrokenPipeError:
             raise ProcessDied(
                 f"the guardian (pid {self.pid}) is gone, and with it the promise that no process outlives the driver"
@@ -140,7 +157,7 @@ class _Guardian:
             self._write(f"-{group}\n")
 
     def close(self) -> None:
-        """End the guardian; whatever it still watches is killed."""
+        """End the guardian; whatever it still watches is killed or removed."""
         assert self._process.stdin is not None
         if not self._process.stdin.closed:
             with suppress(BrokenPipeError):

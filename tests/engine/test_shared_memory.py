@@ -1,0 +1,63 @@
+"""Weights go to the engine through shared memory; where that has no room, the run says so before it writes."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from areal.api.errors import ArealError
+from areal.engine.model.weights import SharedWeights, shared_memory
+
+
+@pytest.fixture
+def directory() -> object:
+    directory = shared_memory() / "areal-test-of-room"
+    directory.mkdir()
+    yield directory
+    shutil.rmtree(directory)
+
+
+def test_weights_larger_than_shared_memory_are_refused_with_what_is_missing(directory: Path) -> None:
+    values = shutil.disk_usage(directory).total // 2  # of 4 bytes each: twice the room that there is
+    with pytest.raises(ArealError) as refused:
+        SharedWeights(directory / "0", values, create=True)
+    message = str(refused.value)
+    assert f"need {values * 4 / 2**20:,.1f} MiB" in message
+    assert f"{directory.parent} has " in message
+    assert "MiB free: " in message
+    assert "--shm-size" in message
+
+
+FILL = """
+import sys
+from pathlib import Path
+from areal.api.errors import ArealError
+from areal.engine.model.weights import SharedWeights
+
+Path(sys.argv[1], "weights").mkdir()
+for slot in ("0", "1"):
+    try:
+        SharedWeights(Path(sys.argv[1], "weights", slot), 3 << 17, create=True).flat.fill_(1.0)
+    except ArealError as error:
+        sys.exit(f"refused {slot}: {error}")
+"""
+
+
+@pytest.mark.slow
+def test_full_shared_memory_is_an_error_and_no_bus_error(tmp_path: Path) -> None:
+    """In a file system of 2 MiB there is room for one slot of 1.5 MiB, not for two."""
+    mounted = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
+    mount = f"mount -t tmpfs -o size=2m tmpfs {tmp_path}"
+    if shutil.which("unshare") is None or subprocess.run([*mounted, mount], capture_output=True).returncode:
+        pytest.skip("a file system of its own needs user namespaces, which this machine forbids")
+    ended = subprocess.run(
+        [*mounted, f'{mount} && exec "$0" "$@"', sys.executable, "-c", FILL, tmp_path],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == 1, (ended.returncode, ended.stderr)
+    assert "refused 1: the weights that are shared with the engine need 1.5 MiB" in ended.stderr
+    assert f"{tmp_path} has 0.5 MiB free: No space left on device;" in ended.stderr
