@@ -101,7 +101,7 @@ class Fleet(Closing):
                 n_samples=self._config.gconfig.n_samples,
                 max_idle_rejections=rollout.max_idle_rejections,
                 keep=keep,
-                group_seconds=rollout.turns * (rollout.agent.timeout_seconds + GROUP_GRACE_SECONDS),
+                group_seconds=rollout.rounds * (rollout.agent.timeout_seconds + GROUP_GRACE_SECONDS),
             )
 
         self._pipeline = self._loop.run(make())

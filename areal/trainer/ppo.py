@@ -93,6 +93,7 @@ class PPOTrainer(Trainer):
             config.actor,
             reference,
             config.seed,
+            directory=parts.directory.path,
             stale_samples=config.rollout.max_head_offpolicyness > 0,
             seen_difference=account.max_logprob_difference or 0.0,
             same_arithmetic=config.rollout.dtype == "float32",

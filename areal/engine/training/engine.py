@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from areal.api.engine_api import WeightUpdate
+from areal.api.errors import NonFiniteUpdate
 from areal.config.training import OptimizerConfig
 from areal.engine.model.architecture import Architecture
 from areal.engine.model.decoder import Decoder
@@ -119,18 +120,32 @@ class TrainingEngine:
                 out[part.order] = self.model.logprobs(part, batch.temperatures[part.order])
         return out
 
-    def train_batch(self, batch: TokenBatch, loss: Loss) -> Figures:
-        """One optimizer step; returns the loss's figures and the step's own."""
-        parts = []
+    def train_batch(self, batch: TokenBatch, loss: Loss, place: int | None = None) -> Figures:
+        """One optimizer step, or none for an empty batch; returns the loss's figures and the step's own.
+
+        `place` is the step's place in the learning-rate schedule, from 0; None = the one after the last, empty batches
+        counted. Raises NonFiniteUpdate, with weights and optimizer as they were, if loss or gradient are not finite.
+        """
+        self._steps = self._steps if place is None else place
+        rate = learning_rate(self._config, self._steps, self.total_steps)
+        parts = [Figures(mean={"loss": 0.0, "lr": rate}, total={"forward_tokens": 0})]
         self.flat_grad.zero_()
-        for part in self._passes(batch):
+        for part in self._passes(batch) if batch.spans else ():
             fields = {name: values[part.order] for name, values in batch.fields.items()}
             value, figures = loss(self.model.logprobs(part, batch.temperatures[part.order]), fields)
             value.backward()
             parts += [figures, Figures(mean={"loss": value.detach()}, total={"forward_tokens": part.tokens})]
-        norm = self._step()
-        parts.append(Figures(mean={"grad_norm": norm, "lr": self._optimizer.param_groups[0]["lr"]}))
-        return Figures.of_passes(parts)
+        whole = Figures.of_passes(parts)
+        norm = float(self.flat_grad.norm())
+        if not (math.isfinite(whole["loss"]) and math.isfinite(norm)):
+            raise NonFiniteUpdate(
+                f"the loss and the gradient norm must be finite, got {whole['loss']} and {norm}; "
+                "the weights were not changed"
+            )
+        if batch.spans:
+            self._step(rate, norm)
+        self._steps += 1
+        return Figures.of_passes([whole, Figures(mean={"grad_norm": norm})])
 
     def publish(self) -> WeightUpdate:
         """Copy the weights into shared memory as the present version; the previous version stays readable."""
@@ -180,19 +195,13 @@ class TrainingEngine:
             slices.append({"params": [leaf], "weight_decay": decay})
         return torch.optim.AdamW(slices, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
 
-    def _step(self) -> float:
-        norm = float(self.flat_grad.norm())
-        if not math.isfinite(norm):
-            raise FloatingPointError(f"the gradient norm must be finite, got {norm}; the weights were not changed")
+    def _step(self, rate: float, norm: float) -> None:
         limit = self._config.gradient_clipping
         if 0 < limit < norm:
             self.flat_grad.mul_(limit / norm)
-        rate = learning_rate(self._config, self._steps, self.total_steps)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         self._optimizer.step()
-        self._steps += 1
-        return norm
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
