@@ -1,7 +1,15 @@
-"""A checkpoint is a directory with a Hugging Face model, its tokenizer and the trainer's state. It is never partial."""
+"""A checkpoint is a directory with a Hugging Face model, its tokenizer and the trainer's state. It is never partial.
 
+Its manifest lists the size and checksum of every file, so that what a disk or a hand has damaged since is found before
+it is loaded. Checkpoints without one, from before there were manifests, are loaded if they can be read.
+"""
+
+import json
 import os
+import pickle
 import shutil
+import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +20,21 @@ from areal.api.errors import ArealError
 from areal.engine.training.engine import TrainingEngine
 
 STATE_FILE = "trainer.pt"
+MANIFEST_FILE = "manifest.json"
+
+READ_BYTES = 1 << 22
+
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, EOFError, RuntimeError, SafetensorError, pickle.UnpicklingError)
+"""What the readers of a model and of a state raise, each in its own way, when bytes are missing or wrong."""
+
+
+class DamagedCheckpoint(ArealError):
+    """A checkpoint is not what was saved; says which file and how."""
 
 
 def save_checkpoint(directory: Path, engine: TrainingEngine, tokenizer: Any, state: dict[str, Any]) -> None:
     """Write next to the target, then rename: a killed run leaves no partial checkpoint under that name."""
-    if directory.exists():
+    if directory.is_dir():
         return
     temporary = directory.with_name(f".{directory.name}.partial")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -34,20 +52,93 @@ def save_checkpoint(directory: Path, engine: TrainingEngine, tokenizer: Any, sta
 
 
 def load_checkpoint(directory: Path, engine: TrainingEngine) -> dict[str, Any]:
-    """Restore the engine; returns the trainer's state."""
-    engine.model.load(directory)
-    saved = torch.load(directory / STATE_FILE, weights_only=True)
-    engine.load_state(saved["engine"])
-    state: dict[str, Any] = saved["trainer"]
-    return state
+    """Restore the engine; returns the trainer's state. Raises DamagedCheckpoint if it is not what was saved."""
+    if _check(directory):
+        return _load(directory, engine)
+    try:
+        return _load(directory, engine)
+    except (ArealError, *UNREADABLE) as error:  # without a manifest, only loading shows the damage
+        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+        raise DamagedCheckpoint(f"it cannot be read: {reason}") from error
+
+
+def load_newest(checkpoints: Sequence[Path], engine: TrainingEngine) -> tuple[dict[str, Any], list[str]]:
+    """Restore the newest of them (oldest first) that is intact; returns the trainer's state and what to tell the user.
+
+    Newer ones that are damaged are moved aside, because the run will reach their steps again.
+    """
+    damaged: list[tuple[Path, DamagedCheckpoint]] = []
+    for directory in reversed(checkpoints):
+        try:
+            state = load_checkpoint(directory, engine)
+        except DamagedCheckpoint as error:
+            damaged.append((directory, error))
+        else:
+            return state, [_set_aside(each, why, directory.name) for each, why in damaged]
+    newest, why = damaged[0]
+    raise ArealError(
+        f"no checkpoint in {newest.parent} is intact (the newest, {newest.name}: {why}); put one back, or choose "
+        "another trial_name to start over"
+    )
 
 
 def _write(directory: Path, engine: TrainingEngine, tokenizer: Any, state: dict[str, Any]) -> None:
     engine.save(str(directory))
     tokenizer.save_pretrained(directory)
     torch.save({"engine": engine.state(), "trainer": state}, directory / STATE_FILE)
+    files = sorted(path for path in directory.rglob("*") if path.is_file())
+    manifest = {
+        str(path.relative_to(directory)): {"bytes": path.stat().st_size, "crc32": _crc32(path)} for path in files
+    }
+    (directory / MANIFEST_FILE).write_text(json.dumps({"files": manifest}, indent=2) + "\n", encoding="utf-8")
     for path in (*directory.rglob("*"), directory):
         _sync(path)
+
+
+def _check(directory: Path) -> bool:
+    """Whether there is a manifest. Raises DamagedCheckpoint if the files are not those that it lists."""
+    path = directory / MANIFEST_FILE
+    if not path.exists():
+        return False
+    try:
+        files = json.loads(path.read_text(encoding="utf-8"))["files"]
+        expected = {name: (int(each["bytes"]), str(each["crc32"])) for name, each in files.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise DamagedCheckpoint(f"{MANIFEST_FILE} cannot be read") from None
+    for name, (size, checksum) in expected.items():
+        try:
+            found = (directory / name).stat().st_size
+            if found != size:
+                raise DamagedCheckpoint(f"{name} has {found:,} bytes, {size:,} were saved")
+            if _crc32(directory / name) != checksum:
+                raise DamagedCheckpoint(f"the bytes of {name} have changed since it was saved")
+        except OSError as error:
+            raise DamagedCheckpoint(f"{name} cannot be read: {error.strerror}") from error
+    return True
+
+
+def _load(directory: Path, engine: TrainingEngine) -> dict[str, Any]:
+    saved = torch.load(directory / STATE_FILE, weights_only=True)
+    engine.model.load(directory)
+    engine.load_state(saved["engine"])
+    state: dict[str, Any] = saved["trainer"]
+    return state
+
+
+def _set_aside(directory: Path, why: DamagedCheckpoint, used: str) -> str:
+    aside = directory.with_name(f"damaged-{directory.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    os.rename(directory, aside)
+    return f"the checkpoint {directory.name} is damaged ({why}) and kept as {aside.name}; {used} is used instead"
+
+
+def _crc32(path: Path) -> str:
+    """For accidents, not for forgers: a disk is much slower than this, so saving takes hardly longer."""
+    value = 0
+    with path.open("rb") as file:
+        while block := file.read(READ_BYTES):
+            value = zlib.crc32(block, value)
+    return f"{value:08x}"
 
 
 def _sync(path: Path) -> None:

@@ -44,8 +44,8 @@ def running_mean(values: Sequence[float], window: int) -> list[float]:
 
 
 def points(rows: Rows, key: str) -> tuple[list[float], list[float]]:
-    """Steps and values of the rows that have `key`."""
-    pairs = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
+    """Steps and values of the rows that have a number under `key`."""
+    pairs = [(row["step"], row[key]) for row in rows if isinstance(row.get(key), int | float)]
     return [step for step, _ in pairs], [value for _, value in pairs]
 
 

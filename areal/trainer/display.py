@@ -282,6 +282,11 @@ def _clip(text: str) -> str:
     return kept if left_out <= 0 else f"{kept.rstrip()} … ({left_out:,} more characters)"
 
 
+def say(text: str) -> None:
+    """One line, where there is no `Progress` yet."""
+    Console(stderr=True).print(Text(text), soft_wrap=True)
+
+
 STOPPING = "stopping after the current step; press Ctrl-C again to stop at once"
 
 

@@ -16,18 +16,23 @@ from typing import Any
 
 import numpy as np
 
+from areal.api.errors import ArealError
 from areal.api.messages import Episode, GroupResult
+from areal.config.loader import build
 from areal.trainer.curve import draw_reward_curve
 from areal.trainer.display import Progress, render_episode
 from areal.trainer.logs import MetricsLog, RolloutLog, read_metrics
 from areal.trainer.run_directory import RunDirectory, write_atomically
 from areal.utils.closing import Closing
+from areal.utils.logging import getLogger
 
 BEFORE, DURING, AFTER = "before", "during", "after"
 """When an evaluation is made: before the first step, between two, after the last."""
 
 RATE_STEPS = 10
 """Tokens per second are taken over so many steps: one step alone is a burst or a pause."""
+
+logger = getLogger("trainer")
 
 
 @dataclass
@@ -52,7 +57,9 @@ class Journal(Closing):
         self._evaluations = _read_evaluations(directory.held_out)
         self._stack = ExitStack()
         self.progress = self._stack.enter_context(Progress(total_steps, first_step))
-        self._metrics = self._stack.enter_context(MetricsLog(directory.path, first_step + 1))
+        # Rows of step 0 are kept if what they tell of is known; otherwise it will be measured again.
+        kept = first_step + 1 if first_step or self._evaluations else 0
+        self._metrics = self._stack.enter_context(MetricsLog(directory.path, kept))
         self._rollouts = self._stack.enter_context(RolloutLog(directory.path, first_step + 1))
 
     def close(self) -> None:
@@ -152,7 +159,12 @@ def _evaluation_key(when: str, greedy: bool) -> str:
 def _read_evaluations(path: Path) -> dict[str, Evaluation]:
     if not path.exists():
         return {}
-    return {key: Evaluation(**each) for key, each in json.loads(path.read_text(encoding="utf-8")).items()}
+    try:
+        known = json.loads(path.read_text(encoding="utf-8"))
+        return {str(key): build(Evaluation, each, f"{key}.") for key, each in known.items()}
+    except (ValueError, AttributeError, TypeError, ArealError):
+        logger.warning("%s is damaged; what was measured before the first step is not known any more", path)
+        return {}
 
 
 def verdict(before: Evaluation, after: Evaluation, seconds: float) -> str:

@@ -17,9 +17,12 @@ import orjson
 
 from areal.api.messages import Episode
 from areal.utils.closing import Closing
+from areal.utils.logging import getLogger
 
 METRICS_FILE = "metrics.jsonl"
 ROLLOUTS_FILE = "rollouts.jsonl"
+
+logger = getLogger("trainer")
 
 
 class MetricsLog(Closing):
@@ -88,7 +91,7 @@ class _StepLines:
     def __init__(self, path: Path, start_step: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
-            _rewrite(path, (row for row in read_lines(path) if row["step"] < start_step))
+            _rewrite(path, (line for line, row in _whole_lines(path) if row["step"] < start_step))
         self._file = path.open("ab", buffering=0)
 
     def append(self, row: dict[str, Any]) -> None:
@@ -99,11 +102,34 @@ class _StepLines:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a file, without an incomplete last line that a killed process may have left."""
+    """The rows of a file that can be read."""
+    return (row for _, row in _whole_lines(path))
+
+
+def _whole_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Each line with its row, without an incomplete last one, which a killed process may leave, and damaged ones."""
+    damaged = 0
     with path.open("rb") as file:
         for line in file:
-            if line.endswith(b"\n"):
-                yield orjson.loads(line)
+            if not line.endswith(b"\n"):
+                continue
+            row = _row(line)
+            if row is None:
+                damaged += 1
+            else:
+                yield line, row
+    if damaged:
+        lines = "1 damaged line, which is" if damaged == 1 else f"{damaged} damaged lines, which are"
+        logger.warning("%s has %s dropped", path, lines)
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    """None if it is not an object that names its step."""
+    try:
+        row = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        return None
+    return row if isinstance(row, dict) and type(row.get("step")) is int else None
 
 
 def _line(row: dict[str, Any]) -> bytes:
@@ -113,12 +139,11 @@ def _line(row: dict[str, Any]) -> bytes:
         return json.dumps(row, default=lambda value: value.tolist()).encode() + b"\n"
 
 
-def _rewrite(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+def _rewrite(path: Path, lines: Iterable[bytes]) -> None:
     """Write a new file, then replace the old one: a crash leaves one of the two, complete."""
     fresh = path.with_suffix(".tmp")
     with fresh.open("wb") as file:
-        for row in rows:
-            file.write(_line(row))
+        file.writelines(lines)
         file.flush()
         os.fsync(file.fileno())
     fresh.replace(path)

@@ -19,7 +19,7 @@ from areal.config.experiment import ExperimentConfig
 from areal.engine.models import find_model, open_trainable
 from areal.engine.training.engine import TrainingEngine
 from areal.trainer import display
-from areal.trainer.checkpoint import load_checkpoint, save_checkpoint
+from areal.trainer.checkpoint import load_newest, save_checkpoint
 from areal.trainer.display import Announcer, Progress
 from areal.trainer.run_directory import RunDirectory, explained_storage_errors
 from areal.utils.closing import Closing
@@ -70,7 +70,9 @@ class Trainer(Closing):
         engine = self._open_engine(self._model, optimizer_steps, self.config.actor.gradient_checkpointing)
         with explained_storage_errors(directory.path), closing(engine):
             checkpoints = directory.checkpoints()
-            state = load_checkpoint(checkpoints[-1], engine) if checkpoints else {"step": 0}
+            state, notes = load_newest(checkpoints, engine) if checkpoints else ({"step": 0}, [])
+            for note in notes:
+                display.say(note)
             yield RunParts(directory, engine, load_hf_tokenizer(self._tokenizer_dir), self._total_steps, state)
 
     def _open_engine(self, model: Path, optimizer_steps: int = 0, checkpointing: bool = False) -> TrainingEngine:
@@ -141,6 +143,7 @@ class TrainingRun(ABC):
     def _save(self) -> Path:
         target = self._directory.checkpoint(self._step)
         save_checkpoint(target, self._engine, self._tokenizer, {"step": self._step, **self._state()})
+        self._directory.note_saved()
         self._directory.prune(self._saver.keep)
         return target
 

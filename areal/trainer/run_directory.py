@@ -10,6 +10,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -22,7 +23,10 @@ import yaml
 from areal.api.errors import ArealError, RunExists
 from areal.config.experiment import ExperimentConfig
 from areal.config.loader import to_dict
+from areal.trainer.logs import METRICS_FILE
 from areal.utils.closing import Closing
+
+CHECKPOINT_NAME = re.compile(r"step-\d{6,}")
 
 
 class RunDirectory(Closing):
@@ -42,9 +46,15 @@ class RunDirectory(Closing):
             raise RunExists(f"the run {name} exists ({path}); choose another trial_name, or set recover.mode=auto")
         with explained_storage_errors(path):
             path.mkdir(parents=True, exist_ok=True)
-            lock = _lock(path, name)
-            write_atomically(path / "config.yaml", yaml.safe_dump(_without_secrets(config), sort_keys=False))
-        return cls(path, lock)
+            run = cls(path, _lock(path, name))
+            try:
+                run._refuse_lost_checkpoints(name)
+                (path / "checkpoints").mkdir(exist_ok=True)
+                write_atomically(path / "config.yaml", yaml.safe_dump(_without_secrets(config), sort_keys=False))
+            except BaseException:
+                run.close()
+                raise
+        return run
 
     @property
     def logs(self) -> Path:
@@ -63,8 +73,14 @@ class RunDirectory(Closing):
         return self.path / "checkpoints" / f"step-{step:06d}"
 
     def checkpoints(self) -> list[Path]:
-        """Complete ones, oldest first."""
-        return sorted((self.path / "checkpoints").glob("step-*"))
+        """Complete ones, oldest first; other names beside them are none of ours."""
+        found = (self.path / "checkpoints").glob("step-*")
+        ours = {int(path.name[5:]): path for path in found if CHECKPOINT_NAME.fullmatch(path.name) and path.is_dir()}
+        return [ours[step] for step in sorted(ours)]
+
+    def note_saved(self) -> None:
+        """There is a checkpoint: from now on, a run without one has lost it."""
+        (self.path / ".saved").touch()
 
     def prune(self, keep: int) -> None:
         for old in self.checkpoints()[:-keep]:
@@ -76,6 +92,22 @@ class RunDirectory(Closing):
     def close(self) -> None:
         """Let another process have the directory."""
         self._lock.close()
+
+    def _refuse_lost_checkpoints(self, name: str) -> None:
+        """A run that was killed before its first checkpoint starts over; one whose checkpoints are lost must not."""
+        if self.checkpoints():
+            return
+        # Every run makes the directory before it writes anything down.
+        deleted = not (self.path / "checkpoints").is_dir() and _has_content(self.path / METRICS_FILE)
+        if deleted or (self.path / ".saved").exists():
+            raise RunExists(
+                f"the run {name} has a record of its steps but no checkpoint to go on from ({self.path}); put "
+                "checkpoints/ back, or to start over choose another trial_name or remove the directory of the run"
+            )
+
+
+def _has_content(path: Path) -> bool:
+    return path.exists() and path.stat().st_size > 0
 
 
 def _lock(path: Path, name: str) -> IO[str]:
@@ -106,7 +138,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 STORAGE_ERRORS = {
     errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST,
-    errno.EIO, errno.ENAMETOOLONG,
+    errno.EIO, errno.ENAMETOOLONG, errno.EISDIR,
 }  # fmt: skip
 
 

@@ -37,6 +37,8 @@ class FleetOfGroups(Closing):
     def __init__(self, fails_at: int | None = None, evaluate: Callable[..., list[GroupResult]] | None = None) -> None:
         self.rejections = SimpleNamespace(counts=Counter[str]())
         self.stalls: list[str] = []
+        self.shared_memory: Path | None = None
+        """None = the engine finds a place for its weights itself."""
         self.taken: list[int] = []
         self._fails_at = fails_at
         self._evaluate = evaluate

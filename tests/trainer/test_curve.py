@@ -19,9 +19,10 @@ FULL = [
         [],
         [{"step": 0, "eval_reward": 0.3, "eval_greedy_reward": 0.6}],
         [{"step": 0, "reward": -3.0}, {"step": 1, "reward": None}],
+        [{"step": 0, "reward": "0.5", "staleness": [1]}],
         [*FULL, {"step": 10, "reward": 1.0, "eval_reward": 0.9}],
     ],
-    ids=["empty", "evaluation only", "gaps and negative rewards", "whole run"],
+    ids=["empty", "evaluation only", "gaps and negative rewards", "no numbers", "whole run"],
 )
 def test_any_rows_can_be_drawn(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
     draw_reward_curve(rows, tmp_path / "curve.png")

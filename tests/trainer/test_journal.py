@@ -107,6 +107,38 @@ def test_an_episode_counts_as_truncated_if_any_of_its_completions_was() -> None:
     assert step_figures([group], 5, {})["truncated"] == 0.75
 
 
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[]", b"7", b"null", b'{"before": 3}', b'{"before": {"reward": "high"}}', b'{"x": {"y": 1}}', b"\xff"],
+)
+def test_a_damaged_evaluation_is_left_out_in_one_line(
+    tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = make_directory(tmp_path)
+    with Journal(run, 6, 0, Account()) as journal:
+        journal.evaluation(0, BEFORE, FAILURE, greedy=False)
+    run.held_out.write_bytes(content)
+    with Journal(run, 6, 2, Account()) as journal:
+        assert not journal.has_evaluation(BEFORE, greedy=False)
+        journal.evaluation(6, AFTER, SUCCESS, greedy=False)
+        assert "verdict" not in journal.summary()
+    (line,) = [line for line in caplog.messages if " damaged" in line]
+    assert line.endswith("held_out.json is damaged; what was measured before the first step is not known any more")
+    run.close()
+
+
+def test_an_evaluation_that_is_not_known_any_more_is_measured_and_recorded_once(tmp_path: Path) -> None:
+    run = make_directory(tmp_path)
+    for content in (b"{", None):
+        with Journal(run, 6, 0, Account()) as journal:
+            if not journal.has_evaluation(BEFORE, greedy=False):
+                journal.evaluation(0, BEFORE, FAILURE, greedy=False)
+        if content is not None:
+            run.held_out.write_bytes(content)
+    assert [row["eval_reward"] for row in read_metrics(run.path)] == [0.25]
+    run.close()
+
+
 Spans = list[tuple[float, float]]
 
 

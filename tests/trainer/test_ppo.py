@@ -1,12 +1,16 @@
 """Whole runs of the trainer on a fleet without processes: what they write down, and how they go on."""
 
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from fleet_of_groups import FleetOfGroups, ppo_config, run, save_model
 from small_runs import make_engine
 
-from areal.api.errors import EngineError
+from areal.api.errors import ArealError, EngineError, RunExists
+from areal.api.messages import GroupResult
+from areal.config.training import SaverConfig
 from areal.trainer.logs import read_lines, read_metrics
 
 pytestmark = pytest.mark.slow
@@ -38,3 +42,146 @@ def test_a_step_whose_weights_could_not_be_published_is_written_down_once(
     tasks = [row["task_id"] for row in read_lines(run_dir / "rollouts.jsonl")]
     assert tasks == [task for task in range(8) for _ in range(4)]
     assert all("step_seconds" in row for row in read_metrics(run_dir))
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def flip_a_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def interrupted_run(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, step: int = 3) -> Path:
+    """A run that ended after `step` steps with a checkpoint of each; returns its directory."""
+    with pytest.raises(EngineError):
+        run(ppo_config(tmp_path, model), monkeypatch, FleetOfGroups(fails_at=step))
+    return tmp_path / "test/one"
+
+
+DAMAGES: list[tuple[str, Callable[[Path], None]]] = [
+    ("model.safetensors", truncate),
+    ("model.safetensors", flip_a_byte),
+    ("trainer.pt", truncate),
+    ("trainer.pt", flip_a_byte),
+    ("tokenizer.json", Path.unlink),
+    ("config.json", Path.unlink),
+    ("manifest.json", truncate),
+    ("manifest.json", flip_a_byte),
+]
+
+
+@pytest.mark.parametrize(("name", "damage"), DAMAGES)
+def test_a_damaged_newest_checkpoint_is_passed_over_for_the_one_before(
+    tmp_path: Path,
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    name: str,
+    damage: Callable[[Path], None],
+) -> None:
+    run_dir = interrupted_run(tmp_path, model, monkeypatch)
+    newest = run_dir / "checkpoints/step-000003"
+    damage(newest / name)
+    capfd.readouterr()
+    result = run(ppo_config(tmp_path, model), monkeypatch)
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if " damaged" in line]
+    assert line.startswith("the checkpoint step-000003 is damaged (")
+    assert name in line or name == "manifest.json"  # one that was changed accuses a file that is fine
+    assert line.endswith("and kept as damaged-step-000003; step-000002 is used instead")
+    assert steps_in(run_dir / "metrics.jsonl") == [1, 2, 3, 4]
+    assert result.model_dir.name == "step-000004"
+    names = sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+    assert names == ["damaged-step-000003", *(f"step-00000{step}" for step in (1, 2, 3, 4))]
+
+
+def test_checkpoints_without_a_manifest_are_loaded_if_they_can_be_read(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = interrupted_run(tmp_path, model, monkeypatch)
+    for manifest in run_dir.glob("checkpoints/*/manifest.json"):
+        manifest.unlink()
+    truncate(run_dir / "checkpoints/step-000003/trainer.pt")
+    run(ppo_config(tmp_path, model), monkeypatch)
+    printed = capfd.readouterr().err
+    assert "the checkpoint step-000003 is damaged (it cannot be read: " in printed
+    assert "(resuming after step 2)" in printed
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_over(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = interrupted_run(tmp_path, model, monkeypatch)
+    for state in run_dir.glob("checkpoints/*/trainer.pt"):
+        truncate(state)
+    before = (run_dir / "metrics.jsonl").read_bytes()
+    with pytest.raises(ArealError, match=r"^no checkpoint in .* is intact .*choose another trial_name to start over$"):
+        run(ppo_config(tmp_path, model), monkeypatch)
+    assert (run_dir / "metrics.jsonl").read_bytes() == before
+    assert len(list((run_dir / "checkpoints").glob("step-*"))) == 3
+
+
+def test_stray_names_beside_checkpoints_are_ignored(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = interrupted_run(tmp_path, model, monkeypatch)
+    for name in ("step-zzz", "step-000002.bak", "step-", "step-9", "notes", ".step-000009.partial"):
+        (run_dir / "checkpoints" / name).mkdir()
+    (run_dir / "checkpoints/step-000009").write_text("a file")
+    fleet = FleetOfGroups()
+    run(ppo_config(tmp_path, model), monkeypatch, fleet)
+    assert fleet.taken == [6, 7]
+    assert (run_dir / "checkpoints/step-zzz").is_dir()
+
+
+@pytest.mark.parametrize("left", ["nothing", "the empty directory"])
+def test_a_run_whose_checkpoints_are_gone_is_refused_and_keeps_its_record(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, left: str
+) -> None:
+    run_dir = interrupted_run(tmp_path, model, monkeypatch)
+    shutil.rmtree(run_dir / "checkpoints")
+    if left != "nothing":
+        (run_dir / "checkpoints").mkdir()
+    before = (run_dir / "metrics.jsonl").read_bytes()
+    for _ in range(2):  # refusing must not leave anything that makes the next attempt start over
+        with pytest.raises(RunExists, match=r"has a record of its steps but no checkpoint .*choose another trial_name"):
+            run(ppo_config(tmp_path, model), monkeypatch)
+    assert (run_dir / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_starts_at_the_beginning(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(BaseException):
+        """Like the end of a process: nothing is saved."""
+
+    class KilledFleet(FleetOfGroups):
+        def take(self, count: int) -> list[GroupResult]:
+            if self.taken:
+                raise Killed
+            return super().take(count)
+
+    config = ppo_config(tmp_path, model, saver=SaverConfig(freq_steps=None))
+    with pytest.raises(Killed):
+        run(config, monkeypatch, KilledFleet())
+    assert steps_in(tmp_path / "test/one/metrics.jsonl") == [1]
+    run(config, monkeypatch)
+    assert steps_in(tmp_path / "test/one/metrics.jsonl") == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "rollouts.jsonl"])
+def test_damaged_lines_of_a_record_are_dropped_and_counted(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    run_dir = interrupted_run(tmp_path, model, monkeypatch)
+    good = (run_dir / name).read_bytes().splitlines(keepends=True)
+    bad = [b"not json\n", b"\0\0\0\n", b"[1, 2]\n", b'{"reward": 1}\n', b'{"step": "two"}\n', b"\xff\xfe\n", b"\n"]
+    (run_dir / name).write_bytes(b"".join([good[0], *bad, *good[1:], b'{"step": 3, "rew']))
+    run(ppo_config(tmp_path, model), monkeypatch)
+    lines = [line for line in caplog.messages if " damaged" in line]
+    assert len(lines) == 1, lines
+    assert lines[0].endswith(f"{name} has 7 damaged lines, which are dropped")
+    assert (run_dir / name).read_bytes().startswith(b"".join(good))
+    assert sorted(set(steps_in(run_dir / name))) == [1, 2, 3, 4]
