@@ -26,7 +26,7 @@ demo: .venv/.installed
 	@$(BIN)/python examples/agent_workflow/train.py --config examples/agent_workflow/config.yaml scheduler.type=local $(ARGS)
 
 test-fast: .venv/.installed-dev
-	@$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 -m "not slow" $(ARGS)
+	@$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile -m "not slow" $(ARGS)
 
 test: .venv/.installed-dev
 	@$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile $(ARGS)

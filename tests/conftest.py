@@ -1,8 +1,8 @@
 """Fixtures that the tests of several packages share, and the rule that says which tests are slow.
 
-A slow test starts a process, makes or loads a model, drives other people's frameworks or searches for seconds;
+A slow test starts a process, makes or loads a model, drives other people's frameworks or searches many cases;
 `make test-fast` leaves it out. Mark one with `@pytest.mark.slow`, a file with `pytestmark = pytest.mark.slow`. Whole
-directories, and tests that ask for a model by a fixture, are marked here.
+directories, property tests, and tests that ask for a model by a fixture are marked here.
 """
 
 import sys
@@ -30,9 +30,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        directory = item.path.relative_to(TESTS).parts[0]
-        if directory in SLOW_DIRECTORIES or MODEL_FIXTURES.intersection(getattr(item, "fixturenames", ())):
+        if _is_slow(item):
             item.add_marker(pytest.mark.slow)
+
+
+def _is_slow(item: pytest.Item) -> bool:
+    searches = getattr(getattr(item, "obj", None), "is_hypothesis_test", False)
+    asks_for_a_model = MODEL_FIXTURES.intersection(getattr(item, "fixturenames", ()))
+    return bool(searches or asks_for_a_model) or item.path.relative_to(TESTS).parts[0] in SLOW_DIRECTORIES
 
 
 def _is_fast(config: pytest.Config) -> bool:

@@ -1,6 +1,7 @@
 """The layers of docs/architecture.md: imports only go down, and packages of one layer never import each other."""
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -79,6 +80,11 @@ def _base_of(node: ast.ImportFrom, module: str, is_package: bool) -> str:
     return ".".join([*parts, node.module] if node.module else parts)
 
 
+@functools.cache
+def _parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def violations(root: Path) -> list[str]:
     """Every import at `root` that breaks the rule, one line each, as `file:line sentence`."""
     found = []
@@ -95,7 +101,7 @@ def _violations_in(path: Path, where: str) -> list[str]:
     if top == "areal" and package not in HEIGHT:
         return [f"{where}:1 {package} is not in LAYERS; draw a new package in docs/architecture.md"]
     module = where.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-    tree = ast.parse(path.read_text())
+    tree = _parsed(path)
     complaints = []
     for found in imports_of(tree, module, where.endswith("/__init__.py")):
         complaint = _complaint(top, package, found.name)
@@ -127,7 +133,7 @@ def eager_torch_imports(root: Path) -> list[str]:
     for path in sorted(root.glob("areal/*/**/*.py")):
         where = path.relative_to(root).as_posix()
         if where.split("/")[1] in TORCH_FREE_PACKAGES and where not in MAY_USE_TORCH:
-            found += [f"{where}:{node.lineno}" for node in _eager(ast.parse(path.read_text())) if _loads_torch(node)]
+            found += [f"{where}:{node.lineno}" for node in _eager(_parsed(path)) if _loads_torch(node)]
     return found
 
 
@@ -166,7 +172,7 @@ def test_class_names_are_unique() -> None:
     for path in sorted([*ROOT.glob("areal/**/*.py"), *ROOT.glob("realhf/**/*.py")]):
         where = path.relative_to(ROOT).as_posix()
         if not where.startswith("areal/workflow/"):
-            for node in ast.walk(ast.parse(path.read_text())):
+            for node in ast.walk(_parsed(path)):
                 if isinstance(node, ast.ClassDef):
                     homes.setdefault(node.name, []).append(where)
     assert {name: found for name, found in homes.items() if len(found) > 1} == {}
