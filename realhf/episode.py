@@ -226,7 +226,7 @@ class _GenerationService:
             start=response.input_len,
             logprobs=np.array(response.output_logprobs, np.float32),
             versions=np.array(response.output_versions, np.int32),
-            temperature=1.0 if settings.greedy else settings.temperature or 1.0,
+            temperature=settings.sampling_temperature,
             truncated=response.stop_reason != "stop",
         )
         self.record.append(generation)
@@ -251,7 +251,7 @@ def _settings(gconfig: GenerationHyperparameters) -> dict[str, Any]:
 
 def _seed(seed: int | None, number: int) -> int | None:
     """With a seed too, the answers to one observation differ."""
-    return None if seed is None else seed + number
+    return None if seed is None else (seed + number) % 2**64
 
 
 def _bundle(qid: Hashable, responses: list[ModelResponse]) -> BundledGenerationOutputs:

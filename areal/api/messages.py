@@ -31,6 +31,8 @@ class WorkerSetup:
     reward_fn: str
     """An import string; empty = none."""
     proxy: ProxyConfig = field(default_factory=ProxyConfig)
+    seed: int | None = None
+    """The run's, which decides what is sampled; None = nothing does."""
 
 
 @dataclass

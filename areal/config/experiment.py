@@ -50,7 +50,7 @@ class ExperimentConfig:
     output_dir: str = "runs"
     """The run directory is output_dir/experiment_name/trial_name."""
     seed: int = 1
-    """Decides the order of tasks and minibatches, not what is sampled."""
+    """Decides the order of tasks and minibatches, and with the task, the sample and the call what each call draws."""
     total_train_steps: int | None = None
     """Stop after this many steps; None = total_train_epochs decides."""
     total_train_epochs: int = 1
@@ -110,6 +110,11 @@ class PPOConfig(ExperimentConfig):
             self.actor.kl_ctl == 0 or self.ref.path != "",
             f"actor.kl_ctl={self.actor.kl_ctl} needs a reference model; "
             f"set ref.path (usually {self.actor.path}) or actor.kl_ctl=0",
+        )
+        require(
+            self.gconfig.seed is None,
+            f"gconfig.seed must be empty in training, got {self.gconfig.seed}: it would make all samples of a task "
+            "equal, and nothing would be learnt; leave it out and set seed, from which every call gets its own",
         )
         require(
             self.actor.adv_norm != "group" or self.gconfig.n_samples > 1,

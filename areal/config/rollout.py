@@ -44,7 +44,8 @@ class GenerationHyperparameters:
     stop: list[str] = field(default_factory=list)
     """Texts that end a completion; the token that completes one is kept."""
     seed: int | None = None
-    """Makes one request reproducible; None = a fresh seed for each."""
+    """Makes one request reproducible; None = a fresh seed for each. Must be empty in training, where every call
+    gets its own from the run's `seed`, the task and the sample; one that an agent sets there is combined with these."""
 
     def __post_init__(self) -> None:
         self.n_samples = _integer("n_samples", self.n_samples, 1)

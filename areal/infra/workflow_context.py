@@ -43,6 +43,8 @@ class WorkflowContext:
     """The same for SDKs that want an `httpx2.AsyncClient`."""
     workflow: str = ""
     """The name of the workflow that runs the episode."""
+    seed: int | None = None
+    """Follows from the run's seed, the task and the sample, for code that draws random numbers; None outside a run."""
 
 
 _current: ContextVar[WorkflowContext | None] = ContextVar("areal_workflow_context", default=None)

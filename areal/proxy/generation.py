@@ -123,6 +123,8 @@ class Generation:
             max_positions=self._max_positions,
             call_end=None if grammar else self._renderer.format.calls.call_end,
         )
+        if session.seeds is not None:
+            gconfig = gconfig.new(seed=session.seeds.next(prompt.ids, gconfig.seed))
         model = call.model or self.model_name
         return _PreparedCall(session, tree, call, prompt, gconfig, grammar, next(self._names), model)
 
@@ -135,7 +137,7 @@ class Generation:
         if prepared.call.n == 1:
             return [await self._generate_one(prepared, prepared.gconfig)]
         seed = prepared.gconfig.seed
-        seeds = [None if seed is None else seed + choice for choice in range(prepared.call.n)]
+        seeds = [None if seed is None else (seed + choice) % 2**64 for choice in range(prepared.call.n)]
         tasks = [asyncio.ensure_future(self._generate_one(prepared, prepared.gconfig.new(seed=seed))) for seed in seeds]
         try:
             return await asyncio.gather(*tasks)

@@ -88,10 +88,19 @@ class Proxy:
         """Sessions open now."""
         return len(self._sessions)
 
-    def open_session(self, *, gconfig: GenerationHyperparameters | None = None, api_key: str | None = None) -> Session:
-        """A conversation space with its own key; `gconfig` = how to sample unless a request says otherwise."""
+    def open_session(
+        self,
+        *,
+        gconfig: GenerationHyperparameters | None = None,
+        api_key: str | None = None,
+        seed: int | None = None,
+    ) -> Session:
+        """A conversation space with its own key.
+
+        `gconfig` = how to sample unless a request says otherwise; `seed` decides what its calls draw.
+        """
         sampling = self._gconfig if gconfig is None else self._generation.defaults(gconfig)
-        return self._sessions.open(self.origin, Tree(self._renderer), sampling, api_key=api_key)
+        return self._sessions.open(self.origin, Tree(self._renderer), sampling, api_key=api_key, seed=seed)
 
     async def end_session(self, session: Session) -> None:
         """Refuse its key from now on (410) and abort its running calls; its tree stays readable."""

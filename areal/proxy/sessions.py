@@ -17,6 +17,7 @@ from areal.proxy.errors import rate_limited, session_ended, unauthorized
 from areal.proxy.retries import Retries
 from areal.trajectory.tree import Tree
 from areal.utils.bounded_cache import BoundedCache
+from areal.utils.seeds import CallSeeds
 
 NO_SESSION_KEY = "areal-no-session"
 """The key of a client that was made without a session's; calls with it are answered with the remedy."""
@@ -76,6 +77,8 @@ class Session:
     instructed: set[str] = field(default_factory=set)
     """Ids of answers whose conversation begins with instructions that were given for them alone."""
     ended: bool = False
+    seeds: CallSeeds | None = None
+    """Where the seeds of its calls come from; None = the engine makes up one for each call that sets none."""
 
     def require_room_for_call(self) -> None:
         """Raises ApiError 410 or 429 if one more call may not begin."""
@@ -104,9 +107,15 @@ class Sessions:
         return len(self._by_credential) // 2
 
     def open(
-        self, origin: str, tree: Tree, gconfig: GenerationHyperparameters, *, api_key: str | None = None
+        self,
+        origin: str,
+        tree: Tree,
+        gconfig: GenerationHyperparameters,
+        *,
+        api_key: str | None = None,
+        seed: int | None = None,
     ) -> Session:
-        """`api_key` is one that was agreed upon; None = a new one."""
+        """`api_key` is one that was agreed upon; None = a new one. `seed` decides what its calls draw."""
         limits = self._limits
         if len(self) >= limits.max_sessions:
             raise SessionLimitReached(
@@ -124,6 +133,7 @@ class Sessions:
             retries=Retries(limits.remembered_answers),
             budget=TokenBudget(limits.max_tokens_per_session),
             max_calls=limits.max_calls_per_session,
+            seeds=None if seed is None else CallSeeds(seed),
         )
         self._by_credential[token] = self._by_credential[key] = session
         return session

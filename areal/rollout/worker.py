@@ -28,6 +28,7 @@ from areal.rollout.loading import Fillers
 from areal.rollout.runners import AgentPool, RunnerParts, make_runner
 from areal.rollout.runners.agent import environment
 from areal.utils.hf_utils import load_hf_processor, load_hf_tokenizer
+from areal.utils.seeds import derived_seed
 
 
 async def serve_worker(index: int) -> None:
@@ -53,12 +54,18 @@ async def serve_worker(index: int) -> None:
 
 class RolloutWorker:
     def __init__(
-        self, runners: dict[bool, Runner], proxy: Proxy, engine: InferenceEngine, timeout_seconds: float
+        self,
+        runners: dict[bool, Runner],
+        proxy: Proxy,
+        engine: InferenceEngine,
+        timeout_seconds: float,
+        seed: int | None = None,
     ) -> None:
-        """`runners` by `is_eval`."""
+        """`runners` by `is_eval`; `seed` is the run's."""
         self.proxy = proxy
         self._runners = runners
         self._timeout_seconds = timeout_seconds
+        self._seed = seed
         self._ended_stalls: deque[Stall] = deque()
         """Since the last group ended; a thread appends to it."""
         self._closing = AsyncExitStack()
@@ -86,7 +93,7 @@ class RolloutWorker:
             admin_key=setup.proxy.admin_key or None,
             self_reward=setup.rollout.agent.self_reward,
         )
-        worker = cls({}, proxy, engine, setup.rollout.agent.timeout_seconds)
+        worker = cls({}, proxy, engine, setup.rollout.agent.timeout_seconds, setup.seed)
         try:
             # The config has checked that the host is loopback, or that the user chose the admin key.
             await proxy.start(setup.proxy.host, setup.proxy.port, exposed=True)
@@ -105,7 +112,7 @@ class RolloutWorker:
     async def run_group(self, task: GroupTask) -> GroupResult:
         """Every sample of a task. One that fails leaves the others alone; a cancelled group leaves none running."""
         async with asyncio.TaskGroup() as group:
-            samples = [group.create_task(self._run_sample(task)) for _ in range(task.n_samples)]
+            samples = [group.create_task(self._run_sample(task, number)) for number in range(task.n_samples)]
         result = GroupResult(task.task_id, [], [], {})
         for sample in samples:
             outcome, digests = sample.result()
@@ -120,10 +127,16 @@ class RolloutWorker:
     async def aclose(self) -> None:
         await self._closing.aclose()
 
-    async def _run_sample(self, task: GroupTask) -> tuple[Episode | Rejection, Digests]:
-        """Each sample has its own copy of the task, which its agent may change."""
+    async def _run_sample(self, task: GroupTask, number: int) -> tuple[Episode | Rejection, Digests]:
+        """Each sample has its own copy of the task, which its agent may change, and its own seed."""
         runner, data = self._runners[task.is_eval], pickle.loads(task.data)
-        context = WorkflowContext(is_eval=task.is_eval, task_id=task.task_id, workflow=runner.name)
+        kind, seed = "evaluate" if task.is_eval else "train", self._seed
+        context = WorkflowContext(
+            is_eval=task.is_eval,
+            task_id=task.task_id,
+            workflow=runner.name,
+            seed=None if seed is None else derived_seed(seed, kind, task.task_id, number),
+        )
         return await run_episode(runner, data, context, greedy=task.greedy, seconds=self._timeout_seconds)
 
     async def _make_runners(self, setup: WorkerSetup, engine: InferenceEngine, fillers: Fillers) -> dict[bool, Runner]:

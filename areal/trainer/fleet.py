@@ -81,6 +81,7 @@ class Fleet(Closing):
                 max_positions=max_positions(model),
                 reward_fn=config.reward_fn,
                 proxy=config.proxy,
+                seed=config.seed,
             )
             self._engine, self._workers = self._wait(
                 self._processes.start(config.rollout, model, setup, engine_threads)

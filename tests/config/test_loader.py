@@ -133,6 +133,7 @@ def test_override_below_a_value_is_refused() -> None:
     ("words", "message"),
     [
         (["actor.kl_ctl=0.1"], "actor.kl_ctl=0.1 needs a reference model; set ref.path"),
+        (["gconfig.seed=7"], "gconfig.seed must be empty in training, got 7: it would make all samples of a task equal"),
         (["gconfig.n_samples=1"], "actor.group_baseline=mean with gconfig.n_samples=1 makes every advantage 0"),
         (
             ["gconfig.n_samples=1", "actor.group_baseline=none", "actor.adv_norm=group"],

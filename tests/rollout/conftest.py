@@ -103,7 +103,12 @@ async def start_worker(
     async with AsyncExitStack() as stack:
 
         async def start(
-            workflow: Any, eval_workflow: Any = None, *, proxy: ProxyConfig | None = None, **rollout: Any
+            workflow: Any,
+            eval_workflow: Any = None,
+            *,
+            proxy: ProxyConfig | None = None,
+            seed: int | None = None,
+            **rollout: Any,
         ) -> RolloutWorker:
             setup = WorkerSetup(
                 rollout=RolloutConfig(**rollout),
@@ -115,6 +120,7 @@ async def start_worker(
                 max_positions=MAX_POSITIONS,
                 reward_fn="",
                 proxy=proxy or ProxyConfig(),
+                seed=seed,
             )
             worker = await RolloutWorker.start(setup)
             stack.push_async_callback(worker.aclose)

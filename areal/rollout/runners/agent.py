@@ -35,7 +35,8 @@ class AgentRunner:
     async def play(
         self, data: dict[str, Any], context: WorkflowContext, *, greedy: bool, seconds: float
     ) -> tuple[Episode | None, Digests]:
-        session = self._proxy.open_session(gconfig=self._gconfig.new(greedy=True) if greedy else self._gconfig)
+        sampling = self._gconfig.new(greedy=True) if greedy else self._gconfig
+        session = self._proxy.open_session(gconfig=sampling, seed=context.seed)
         context = self._with_session(context, session)
         offered = ("base_url", "api_key", "http_client", "httpx2_client")
         keywords = {name: getattr(context, name) for name in offered if self._accepts(name)}

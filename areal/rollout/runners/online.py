@@ -45,7 +45,8 @@ class OnlineRunner:
         sampling = self._gconfig.new(greedy=True) if greedy else self._gconfig
         try:
             async with asyncio.timeout(seconds):
-                online = await self._proxy.online.offer(partial(self._proxy.open_session, gconfig=sampling), data)
+                open_session = partial(self._proxy.open_session, gconfig=sampling, seed=context.seed)
+                online = await self._proxy.online.offer(open_session, data)
         except TimeoutError:
             raise EpisodeTimeout(
                 f"no agent took the task and rewarded it within {seconds:g} s (rollout.agent.timeout_seconds)"

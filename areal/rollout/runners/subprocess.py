@@ -75,8 +75,9 @@ class SubprocessRunner:
         self, data: dict[str, Any], context: WorkflowContext, *, greedy: bool, seconds: float
     ) -> tuple[Episode | None, Digests]:
         async with self._pool.free:
-            session = self._proxy.open_session(gconfig=self._gconfig.new(greedy=True) if greedy else self._gconfig)
-            task = AgentTask(data, context.is_eval, context.task_id, session.base_url, session.api_key)
+            sampling = self._gconfig.new(greedy=True) if greedy else self._gconfig
+            session = self._proxy.open_session(gconfig=sampling, seed=context.seed)
+            task = AgentTask(data, context.is_eval, context.task_id, session.base_url, session.api_key, context.seed)
             try:
                 outcome = await self._run(task, seconds)
             finally:
@@ -113,6 +114,7 @@ class AgentTask:
     task_id: int | None
     base_url: str
     api_key: str
+    seed: int | None
 
 
 @dataclass(frozen=True)
@@ -167,7 +169,7 @@ class AgentHost:
 
     async def _play(self, task: AgentTask) -> AgentOutcome | AgentRejection:
         keywords = {name: getattr(task, name) for name in ("base_url", "api_key") if self._accepts(name)}
-        context = WorkflowContext(task.is_eval, task.task_id, task.base_url, task.api_key)
+        context = WorkflowContext(task.is_eval, task.task_id, task.base_url, task.api_key, seed=task.seed)
         with workflow_context.enter(context), stats_tracker.collect() as stats:
             try:
                 reward = await call(self._run, task.data, **keywords)

@@ -22,6 +22,7 @@ from areal.rollout.episodes import Digests, bounded, call
 from areal.rollout.loading import episode_function
 from areal.trajectory.tensors import rows_of
 from areal.utils.callables import name_of
+from areal.utils.seeds import CallSeeds
 
 REPEATED = re.compile(r"(<[^<>\s]+>|\[[^\[\]\s]+\])\1{3,}")
 """The same token without text, four times or more."""
@@ -40,7 +41,7 @@ class WorkflowRunner:
     async def play(
         self, data: dict[str, Any], context: WorkflowContext, *, greedy: bool, seconds: float
     ) -> tuple[Episode | None, Digests]:
-        engine = RecordingEngine(self._engine, greedy)
+        engine = RecordingEngine(self._engine, greedy, context.seed)
         with workflow_context.enter(context):
             result = await bounded(lambda: call(self._run, engine, data), seconds, self.name)
         if result is None:
@@ -105,7 +106,8 @@ def _episode_of(exported: Mapping[str, Interaction]) -> Episode:
 class RecordingEngine:
     """The engine as a workflow sees it; records every call and what its tokens were sampled with."""
 
-    def __init__(self, engine: InferenceEngine, greedy: bool) -> None:
+    def __init__(self, engine: InferenceEngine, greedy: bool, seed: int | None) -> None:
+        """`seed` decides what its calls draw; None = nothing does, or the seed that a call has."""
         self.turns: list[tuple[float, float, int]] = []
         """When each call was asked and answered (monotonic seconds), and the number of tokens it sampled."""
         self.versions: set[int] = set()
@@ -113,6 +115,7 @@ class RecordingEngine:
         self._temperatures: set[float] = set()
         self._engine = engine
         self._greedy = greedy
+        self._seeds = None if seed is None else CallSeeds(seed)
 
     @property
     def temperature(self) -> float | None:
@@ -134,7 +137,10 @@ class RecordingEngine:
                 yield chunk
 
     def _adjusted(self, req: ModelRequest) -> ModelRequest:
-        return replace(req, gconfig=req.gconfig.new(greedy=True)) if self._greedy else req
+        changes: dict[str, Any] = {"greedy": True} if self._greedy else {}
+        if self._seeds is not None:
+            changes["seed"] = self._seeds.next(req.input_ids, req.gconfig.seed)
+        return replace(req, gconfig=req.gconfig.new(**changes)) if changes else req
 
     def _record(self, req: ModelRequest, response: ModelResponse, asked_at: float) -> None:
         self.turns.append((asked_at, time.monotonic(), response.output_len))
