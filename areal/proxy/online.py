@@ -101,11 +101,12 @@ class OnlineSessions:
         """
         offer = _Offer(open_session, task, asyncio.get_running_loop().create_future())
         self._offers.append(offer)
-        online = await offer.taken
         try:
+            online = await offer.taken
             await online.outcome
         finally:
-            await self._close(online)
+            if offer.taken.done() and not offer.taken.cancelled():  # it may be taken in the moment of a cancellation
+                await self._close(offer.taken.result())
         return online
 
     def find(self, session_id: str) -> OnlineSession:
