@@ -145,8 +145,10 @@ class SaverConfig:
 class RecoverConfig:
     """What happens to a run that exists."""
 
-    mode: Literal["auto", "off"] = "auto"
-    """An unfinished run of the same name is resumed (auto) or refused (off). A finished one is always refused."""
+    mode: Literal["auto", "off", "force"] = "auto"
+    """An unfinished run of the same name is resumed (auto) or refused (off). A finished one is always refused. auto
+    also refuses one whose seed, tasks, shuffle, batch_size or n_samples have changed, since its tasks would come in
+    another order; force resumes it with the new ones."""
 
 
 @dataclass

@@ -40,15 +40,15 @@ class PPOTrainer(Trainer):
     ) -> None:
         """Datasets given here win over those that the config names."""
         if train_dataset is not None:
-            self._tasks = read_tasks(train_dataset)
+            tasks = read_tasks(train_dataset)
         else:
-            self._tasks = get_custom_dataset("train", dataset_config=config.train_dataset)
+            tasks = get_custom_dataset("train", dataset_config=config.train_dataset)
         if valid_dataset is not None:
             self._valid = read_tasks(valid_dataset, "test")
         else:
             named = config.valid_dataset.path
             self._valid = get_custom_dataset("test", dataset_config=config.valid_dataset) if named else []
-        super().__init__(config, len(self._tasks))
+        super().__init__(config, tasks)
 
     def train(
         self,
@@ -84,6 +84,9 @@ class PPOTrainer(Trainer):
                 with fleet:
                     plan = _Plan(config, self._tasks, self._valid, dynamic_filter_fn)
                     return _PPORun(plan, parts, update, journal, fleet).execute()
+
+    def _fingerprint(self) -> dict[str, Any]:
+        return {**super()._fingerprint(), "gconfig.n_samples": self.config.gconfig.n_samples}
 
     def _policy_update(self, parts: RunParts, account: Account) -> PolicyUpdate:
         config = self.config

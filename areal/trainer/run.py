@@ -9,12 +9,13 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from areal.api.errors import ArealError
+from areal.api.errors import RunExists
 from areal.config.experiment import ExperimentConfig
 from areal.engine.models import find_model, open_trainable
 from areal.engine.training.engine import TrainingEngine
@@ -22,6 +23,7 @@ from areal.trainer import display
 from areal.trainer.checkpoint import load_newest, save_checkpoint
 from areal.trainer.display import Announcer, Progress
 from areal.trainer.run_directory import RunDirectory, explained_storage_errors
+from areal.trainer.tasks import digest_of_tasks
 from areal.utils.closing import Closing
 from areal.utils.hf_utils import load_hf_tokenizer
 
@@ -44,13 +46,16 @@ class RunParts:
     total_steps: int
     state: dict[str, Any]
     """The trainer's state in that checkpoint; `{"step": 0}` if there is none."""
+    fingerprint: dict[str, Any] = field(default_factory=dict)
+    """The settings that a checkpoint keeps, to be compared when it is resumed."""
 
 
 class Trainer(Closing):
-    def __init__(self, config: ExperimentConfig, task_count: int) -> None:
+    def __init__(self, config: ExperimentConfig, tasks: list[dict[str, Any]]) -> None:
         """A built-in model is made now unless the cache has it."""
         self.config = config
-        by_epochs = config.total_train_epochs * task_count // config.train_dataset.batch_size
+        self._tasks = tasks
+        by_epochs = config.total_train_epochs * len(tasks) // config.train_dataset.batch_size
         self._total_steps = config.total_train_steps or max(1, by_epochs)
         with Announcer() as report:
             self._model = find_model(config.actor.path, report)
@@ -73,7 +78,22 @@ class Trainer(Closing):
             state, notes = load_newest(checkpoints, engine) if checkpoints else ({"step": 0}, [])
             for note in notes:
                 display.say(note)
-            yield RunParts(directory, engine, load_hf_tokenizer(self._tokenizer_dir), self._total_steps, state)
+            fingerprint = self._fingerprint()
+            if self.config.recover.mode != "force":
+                _refuse_changes(directory.path, state.get("fingerprint", {}), fingerprint)
+            directory.write_config(self.config)
+            tokenizer = load_hf_tokenizer(self._tokenizer_dir)
+            yield RunParts(directory, engine, tokenizer, self._total_steps, state, fingerprint)
+
+    def _fingerprint(self) -> dict[str, Any]:
+        """What fixes the tasks of each step; a resumed run must have the same."""
+        dataset = self.config.train_dataset
+        return {
+            "seed": self.config.seed,
+            "train_dataset.shuffle": dataset.shuffle,
+            "train_dataset.batch_size": dataset.batch_size,
+            "train_dataset": f"{len(self._tasks)} tasks ({digest_of_tasks(self._tasks)})",
+        }
 
     def _open_engine(self, model: Path, optimizer_steps: int = 0, checkpointing: bool = False) -> TrainingEngine:
         return TrainingEngine(
@@ -81,6 +101,16 @@ class Trainer(Closing):
             self.config.actor.optimizer,
             total_steps=optimizer_steps,
             max_tokens_per_mb=self.config.actor.max_tokens_per_mb,
+        )
+
+
+def _refuse_changes(path: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
+    """`before` is empty in checkpoints from before it was kept."""
+    changed = [f"{name} was {before[name]}, is {now[name]}" for name in now if before.get(name, now[name]) != now[name]]
+    if changed:
+        raise RunExists(
+            f"the run {path} cannot go on as it began: {', '.join(changed)}; give the old values, choose another "
+            "trial_name, or set recover.mode=force to go on with the new ones"
         )
 
 
@@ -99,6 +129,7 @@ class TrainingRun(ABC):
         self._tokenizer = parts.tokenizer
         self._total_steps = parts.total_steps
         self._progress = progress
+        self._fingerprint = parts.fingerprint
         self._step: int = parts.state["step"]
         """Steps taken so far, in earlier sessions too."""
         self._interruption = Interruption(on_interrupt)
@@ -142,7 +173,8 @@ class TrainingRun(ABC):
 
     def _save(self) -> Path:
         target = self._directory.checkpoint(self._step)
-        save_checkpoint(target, self._engine, self._tokenizer, {"step": self._step, **self._state()})
+        state = {"step": self._step, "fingerprint": self._fingerprint, **self._state()}
+        save_checkpoint(target, self._engine, self._tokenizer, state)
         self._directory.note_saved()
         self._directory.prune(self._saver.keep)
         return target

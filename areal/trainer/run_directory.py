@@ -50,14 +50,21 @@ class RunDirectory(Closing):
             try:
                 run._refuse_lost_checkpoints(name)
                 (path / "checkpoints").mkdir(exist_ok=True)
-                write_atomically(path / "config.yaml", yaml.safe_dump(_without_secrets(config), sort_keys=False))
+                run.logs.mkdir(mode=0o700, exist_ok=True)
+                run.logs.chmod(0o700)  # an earlier run may have made it
+                if not (path / "config.yaml").exists():  # a resumed run may yet be refused
+                    run.write_config(config)
             except BaseException:
                 run.close()
                 raise
         return run
 
+    def write_config(self, config: ExperimentConfig) -> None:
+        write_atomically(self.path / "config.yaml", yaml.safe_dump(_without_secrets(config), sort_keys=False))
+
     @property
     def logs(self) -> Path:
+        """For the owner only: a log may hold an admin key that was made for the run."""
         return self.path / "logs"
 
     @property

@@ -29,8 +29,7 @@ class SFTTrainer(Trainer):
             if train_dataset is not None
             else get_custom_dataset("train", dataset_config=config.train_dataset)
         )
-        self._examples = [_example(task, number) for number, task in enumerate(tasks)]
-        super().__init__(config, len(self._examples))
+        super().__init__(config, [_example(task, number) for number, task in enumerate(tasks)])
 
     def train(self) -> TrainResult:
         """Train to the last step or to Ctrl-C; resumes from the newest checkpoint of a run of the same name."""
@@ -38,7 +37,7 @@ class SFTTrainer(Trainer):
             step = parts.state["step"]
             with Progress(parts.total_steps, step) as progress, MetricsLog(parts.directory.path, step + 1) as metrics:
                 progress.say(display.hello(parts.directory.path, step))
-                return _SFTRun(self.config, parts, progress, metrics, self._examples).execute()
+                return _SFTRun(self.config, parts, progress, metrics, self._tasks).execute()
 
 
 class _SFTRun(TrainingRun):

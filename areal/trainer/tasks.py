@@ -1,9 +1,13 @@
 """The order in which a run sees its tasks: fixed by the seed, endless, each with a number, and resumable exactly."""
 
+import hashlib
+import json
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import orjson
 
 
 @dataclass
@@ -37,3 +41,33 @@ def task_stream(
             if place not in done:
                 yield place, tasks[index]
         epoch += 1
+
+
+def digest_of_tasks(tasks: Sequence[dict[str, Any]]) -> str:
+    """The same for the same tasks in the same order, in every process; objects of unknown types go by their type."""
+    digest = hashlib.blake2b(digest_size=8)
+    for task in tasks:
+        digest.update(_content(task))
+        digest.update(b"\n")
+    return digest.hexdigest()
+
+
+def _content(task: dict[str, Any]) -> bytes:
+    options = orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
+    try:
+        return orjson.dumps(task, default=_plain, option=options)
+    except TypeError:  # a number beyond 64 bits, a broken surrogate, a key that is no plain value
+        in_order = dict(sorted(task.items(), key=lambda item: str(item[0])))
+        return json.dumps(in_order, default=_plain, skipkeys=True).encode()
+
+
+def _plain(value: Any) -> Any:
+    """What stands for a value that JSON cannot say: the bytes of images and arrays, else no more than its type."""
+    name = type(value).__qualname__
+    if isinstance(value, bytes | bytearray | memoryview):
+        return [name, hashlib.blake2b(value, digest_size=8).hexdigest()]
+    if isinstance(value, set | frozenset):
+        return [name, sorted(map(str, value))]
+    if callable(getattr(value, "tobytes", None)):
+        return [name, hashlib.blake2b(value.tobytes(), digest_size=8).hexdigest()]
+    return name

@@ -1,16 +1,21 @@
 """Whole runs of the trainer on a fleet without processes: what they write down, and how they go on."""
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from fleet_of_groups import FleetOfGroups, ppo_config, run, save_model
+import torch
+from fleet_of_groups import TASKS, FleetOfGroups, ppo_config, run, save_model
 from small_runs import make_engine
 
 from areal.api.errors import ArealError, EngineError, RunExists
 from areal.api.messages import GroupResult
-from areal.config.training import SaverConfig
+from areal.config.experiment import DatasetConfig
+from areal.config.rollout import GenerationHyperparameters
+from areal.config.training import RecoverConfig, SaverConfig
 from areal.trainer.logs import read_lines, read_metrics
 
 pytestmark = pytest.mark.slow
@@ -185,3 +190,72 @@ def test_damaged_lines_of_a_record_are_dropped_and_counted(
     assert lines[0].endswith(f"{name} has 7 damaged lines, which are dropped")
     assert (run_dir / name).read_bytes().startswith(b"".join(good))
     assert sorted(set(steps_in(run_dir / name))) == [1, 2, 3, 4]
+
+
+CHANGES: list[tuple[str, dict[str, Any], Sequence[dict[str, Any]], str]] = [
+    ("seed", {"seed": 2}, TASKS, "seed was 1, is 2"),
+    (
+        "shuffle",
+        {"train_dataset": DatasetConfig(batch_size=2, shuffle=False)},
+        TASKS,
+        "train_dataset.shuffle was True, is False",
+    ),
+    (
+        "batch size",
+        {"train_dataset": DatasetConfig(batch_size=1)},
+        TASKS,
+        "train_dataset.batch_size was 2, is 1",
+    ),
+    (
+        "samples",
+        {"gconfig": GenerationHyperparameters(n_samples=8)},
+        TASKS,
+        "gconfig.n_samples was 4, is 8",
+    ),
+    ("fewer tasks", {}, TASKS[:-1], r"train_dataset was 40 tasks \(\w+\), is 39 tasks \(\w+\)"),
+    ("another task", {}, [*TASKS[:-1], {"question": "?"}], r"train_dataset was 40 tasks \(\w+\), is 40 tasks \(\w+\)"),
+]
+
+
+@pytest.mark.parametrize(("changed", "tasks", "complaint"), [each[1:] for each in CHANGES], ids=[c[0] for c in CHANGES])
+def test_a_run_is_not_resumed_with_what_would_change_the_order_of_its_tasks(
+    tmp_path: Path,
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    changed: dict[str, Any],
+    tasks: Sequence[dict[str, Any]],
+    complaint: str,
+) -> None:
+    run_dir = interrupted_run(tmp_path, model, monkeypatch)
+    settings, record = (run_dir / "config.yaml").read_bytes(), (run_dir / "metrics.jsonl").read_bytes()
+    config = ppo_config(tmp_path, model, **changed)
+    with pytest.raises(RunExists, match=rf"{complaint}; .*recover\.mode=force") as refused:
+        run(config, monkeypatch, tasks=tasks)
+    assert str(refused.value).count(" was ") == 1
+    assert (run_dir / "config.yaml").read_bytes() == settings
+    assert (run_dir / "metrics.jsonl").read_bytes() == record
+    run(replace(config, recover=RecoverConfig(mode="force")), monkeypatch, tasks=tasks)
+    assert steps_in(run_dir / "metrics.jsonl") == [1, 2, 3, 4]
+    assert (run_dir / "config.yaml").read_bytes() != settings
+
+
+def test_the_same_settings_and_tasks_go_on_whatever_else_has_changed(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupted_run(tmp_path, model, monkeypatch)
+    config = ppo_config(tmp_path, model, total_train_steps=5)
+    assert run(config, monkeypatch, tasks=[dict(task) for task in TASKS]).summary["steps"] == 5
+
+
+def test_a_checkpoint_that_does_not_know_its_settings_is_resumed(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = interrupted_run(tmp_path, model, monkeypatch)
+    newest = run_dir / "checkpoints/step-000003"
+    saved = torch.load(newest / "trainer.pt", weights_only=True)
+    del saved["trainer"]["fingerprint"]
+    torch.save(saved, newest / "trainer.pt")
+    (newest / "manifest.json").unlink()
+    fleet = FleetOfGroups()
+    run(ppo_config(tmp_path, model, seed=2), monkeypatch, fleet)
+    assert fleet.taken == [6, 7]

@@ -2,10 +2,12 @@
 
 from itertools import islice
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 
-from areal.trainer.tasks import Settled, task_stream
+from areal.trainer.tasks import Settled, digest_of_tasks, task_stream
 
 Seen = list[tuple[int, int]]
 
@@ -65,3 +67,19 @@ def test_what_is_settled_while_the_stream_runs_does_not_disturb_it() -> None:
         seen.append(place)
         settled.add(place)
     assert seen == list(range(12))
+
+
+def test_the_digest_of_tasks_goes_by_their_content() -> None:
+    task = {"a": [1, {"b": 2.5}], "image": np.arange(6).reshape(2, 3), "raw": b"\0", "big": 10**30, "what": object()}
+    same = {"what": object(), "big": 10**30, "raw": b"\0", "image": np.arange(6).reshape(2, 3), "a": [1, {"b": 2.5}]}
+    assert digest_of_tasks([task]) == digest_of_tasks([same])
+    changes = [{"a": [1, {"b": 2.25}]}, {"image": np.arange(1, 7).reshape(2, 3)}, {"raw": b"\1"}, {"big": 10**30 + 1}]
+    assert len({digest_of_tasks([task | change]) for change in [{}, *changes]}) == 5
+    assert digest_of_tasks([task, same]) != digest_of_tasks([task])
+    assert digest_of_tasks([{"x": 1}, {"x": 2}]) != digest_of_tasks([{"x": 2}, {"x": 1}])
+
+
+def test_the_digest_sees_images_in_a_task_that_json_cannot_say_at_once() -> None:
+    first, second = (Image.new("RGB", (2, 2), colour) for colour in ("red", "blue"))
+    assert digest_of_tasks([{"image": first, "big": 10**30}]) != digest_of_tasks([{"image": second, "big": 10**30}])
+    assert digest_of_tasks([{"image": first}]) == digest_of_tasks([{"image": first.copy()}])
