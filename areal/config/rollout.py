@@ -108,6 +108,8 @@ def _is_number(value: Any) -> bool:
 
 def _integer(name: str, value: Any, low: int, high: int = MAX_COUNT, remedy: str = "") -> int:
     """The value as Python's own integer, in [low, high]."""
+    if type(value) is int and low <= value <= high:  # so for every call of a model, without making messages
+        return value
     whole = hasattr(value, "__index__") and not isinstance(value, bool)
     limits = f"an integer in [{low}, {high}]"
     require(whole and low <= operator.index(value) <= high, f"{name} must be {limits}, got {shown(value)}{remedy}")
