@@ -122,8 +122,11 @@ class EvaluatorConfig:
     """Evaluate on valid_dataset every this many steps, before the first and after the last; None = only those two."""
     greedy: bool = True
     """Also evaluate with greedy decoding, before the first and after the last step."""
+    n_samples: int = 1
+    """Sampled episodes per held-out task: the rate is their mean (avg@n); with more than one, pass@k is given too."""
 
     def __post_init__(self) -> None:
+        require(self.n_samples >= 1, f"n_samples must be >= 1, got {self.n_samples}")
         require(self.freq_steps is None or self.freq_steps >= 1, f"freq_steps must be >= 1, got {self.freq_steps}")
 
 

@@ -310,8 +310,7 @@ def results(summary: dict[str, Any]) -> list[str]:
         *_pauses(summary["weight_pause_seconds"]),
         _logprobs(summary["max_logprob_difference"]),
         *summary.get("stalls", []),
-        *_greedy(summary["held_out"]),
-        *([summary["verdict"]] if "verdict" in summary else []),
+        *(summary[name] for name in ("greedy_verdict", "verdict") if name in summary),
     ]
 
 
@@ -328,13 +327,6 @@ def _pauses(seconds: dict[str, float]) -> list[str]:
         f"new weights held generation up for {1e3 * seconds['median']:.0f} ms (median), "
         f"{1e3 * seconds['max']:.0f} ms at most"
     ]
-
-
-def _greedy(held_out: dict[str, Any]) -> list[str]:
-    if "before_greedy" not in held_out or "after_greedy" not in held_out:
-        return []
-    before, after = held_out["before_greedy"], held_out["after_greedy"]
-    return [f"greedy {before['reward']:.2f} → {after['reward']:.2f} on {after['tasks']} held-out tasks"]
 
 
 def places(run: Path, model: Path, curve: Path | None = None) -> list[str]:

@@ -21,6 +21,7 @@ from areal.api.messages import Episode, GroupResult
 from areal.config.loader import build
 from areal.trainer.curve import draw_reward_curve
 from areal.trainer.display import Progress, render_episode
+from areal.trainer.evaluation import Difference, Evaluation, greedy_verdict, verdict
 from areal.trainer.logs import MetricsLog, RolloutLog, read_metrics
 from areal.trainer.run_directory import RunDirectory, write_atomically
 from areal.utils.closing import Closing
@@ -97,7 +98,9 @@ class Journal(Closing):
         evaluation = Evaluation.of(results)
         self._account.calls += sum(episode.calls for result in results for episode in result.episodes)
         self._evaluations[_evaluation_key(when, greedy)] = evaluation
-        self._write(step, {"eval_greedy_reward" if greedy else "eval_reward": evaluation.reward})
+        name = "eval_greedy_reward" if greedy else "eval_reward"
+        bounds = zip((f"{name}_low", f"{name}_high"), evaluation.interval, strict=False)
+        self._write(step, {name: evaluation.reward, **dict(bounds)})
         if when == BEFORE:
             known = {key: asdict(each) for key, each in self._evaluations.items()}
             write_atomically(self._directory.held_out, json.dumps(known, indent=2) + "\n")
@@ -110,10 +113,19 @@ class Journal(Closing):
         known = {
             **asdict(account),
             "calls_per_second": account.calls / account.seconds,
-            "held_out": {key: asdict(evaluation) for key, evaluation in self._evaluations.items()},
+            "held_out": {key: _in_summary(evaluation) for key, evaluation in self._evaluations.items()},
         }
-        if {BEFORE, AFTER} <= self._evaluations.keys():
-            known["verdict"] = verdict(self._evaluations[BEFORE], self._evaluations[AFTER], account.seconds)
+        for greedy in (False, True):
+            keys = _evaluation_key(BEFORE, greedy), _evaluation_key(AFTER, greedy)
+            if not self._evaluations.keys() >= set(keys):
+                continue
+            before, after = (self._evaluations[key] for key in keys)
+            if difference := Difference.of(before, after):
+                known["held_out"]["difference_greedy" if greedy else "difference"] = asdict(difference)
+            if greedy:
+                known["greedy_verdict"] = greedy_verdict(before, after)
+            else:
+                known["verdict"] = verdict(before, after, account.seconds)
         return known
 
     def draw(self) -> None:
@@ -130,26 +142,9 @@ class Journal(Closing):
             self.progress.say(render_episode(episode, title=f"step {step}"))
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """How good the policy is on held-out tasks."""
-
-    reward: float
-    """Mean over the episodes that were not rejected."""
-    tasks: int
-    rejected: int
-    is_success: bool
-    """Every reward was 0 or 1, so their mean is a success rate."""
-
-    @classmethod
-    def of(cls, results: Sequence[GroupResult]) -> "Evaluation":
-        rewards = [episode.reward for result in results for episode in result.episodes]
-        return cls(
-            reward=sum(rewards) / len(rewards) if rewards else 0.0,
-            tasks=len(results),
-            rejected=sum(len(result.rejections) for result in results),
-            is_success=all(reward in (0.0, 1.0) for reward in rewards),
-        )
+def _in_summary(evaluation: Evaluation) -> dict[str, Any]:
+    """Without the reward of each task, which only held_out.json keeps."""
+    return {name: value for name, value in asdict(evaluation).items() if name != "task_rewards"}
 
 
 def _evaluation_key(when: str, greedy: bool) -> str:
@@ -165,13 +160,6 @@ def _read_evaluations(path: Path) -> dict[str, Evaluation]:
     except (ValueError, AttributeError, TypeError, ArealError):
         logger.warning("%s is damaged; what was measured before the first step is not known any more", path)
         return {}
-
-
-def verdict(before: Evaluation, after: Evaluation, seconds: float) -> str:
-    """`held-out success 0.41 → 0.93 in 58 s`"""
-    what = "success" if before.is_success and after.is_success else "reward"
-    rejected = f" ({after.rejected} of {after.tasks} episodes rejected)" if after.rejected else ""
-    return f"held-out {what} {before.reward:.2f} → {after.reward:.2f} in {seconds:.0f} s{rejected}"
 
 
 def step_figures(groups: Sequence[GroupResult], version: int, policy: Mapping[str, float]) -> dict[str, float]:

@@ -194,8 +194,10 @@ class _PPORun(TrainingRun):
 
     def _evaluate(self, when: str, *, greedy: bool = False) -> None:
         if self._plan.valid:
-            results = self._fleet.evaluate(self._plan.valid, greedy=greedy)
-            self._journal.evaluation(self._step, when, results, greedy=greedy)
+            samples = 1 if greedy else self._config.evaluator.n_samples
+            results = self._fleet.evaluate(self._plan.valid * samples, greedy=greedy)
+            tasks = [_merge(results[task :: len(self._plan.valid)]) for task in range(len(self._plan.valid))]
+            self._journal.evaluation(self._step, when, tasks, greedy=greedy)
 
     def _state(self) -> dict[str, Any]:
         settled = {"below": self._settled.below, "beyond": sorted(self._settled.beyond)}
@@ -225,3 +227,13 @@ class _PPORun(TrainingRun):
     def _draw_curve(self) -> Path:
         self._journal.draw()
         return self._directory.curve
+
+
+def _merge(results: list[GroupResult]) -> GroupResult:
+    """The results of one task as one."""
+    return GroupResult(
+        results[0].task_id,
+        [episode for result in results for episode in result.episodes],
+        [rejection for result in results for rejection in result.rejections],
+        {},
+    )

@@ -16,7 +16,12 @@ def test_synchronous_run_leaves_everything_and_both_sides_compute_the_same(
     run = example("total_train_steps=3", "rollout.max_head_offpolicyness=0", "saver.freq_steps=1", "saver.keep=2")
     assert run.wait() == 0, run.text
     summary, metrics = summary_of(run_dir), rows_of(run_dir / "metrics.jsonl")
-    assert re.search(r"^held-out success \d\.\d\d → \d\.\d\d in \d+ s$", run.text, re.MULTILINE)
+    assert re.search(
+        r"^held-out success \d\.\d\d → \d\.\d\d in \d+ s \(95 %: \d\.\d\d–\d\.\d\d → \d\.\d\d–\d\.\d\d, "
+        r"difference [+-]\d\.\d\d to [+-]\d\.\d\d\)$",
+        run.text,
+        re.MULTILINE,
+    )
     assert summary["verdict"] in run.lines
     assert summary["overlap"] == pytest.approx(0, abs=0.02)
     assert summary["max_logprob_difference"] < 1e-4

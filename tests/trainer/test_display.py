@@ -225,7 +225,7 @@ SUMMARY: dict[str, Any] = {
     "cpu_seconds": {"driver": 30.2, "rollout worker 0": 11.0},
     "weight_pause_seconds": {"median": 0.0031, "max": 0.0124},
     "max_logprob_difference": 7.6e-06,
-    "held_out": {"before_greedy": {"reward": 0.61, "tasks": 512}, "after_greedy": {"reward": 0.97, "tasks": 512}},
+    "greedy_verdict": "greedy 0.61 → 0.97 on 512 held-out tasks",
     "verdict": "held-out success 0.41 → 0.93 in 58 s",
 }
 
@@ -248,7 +248,7 @@ def test_closing_lines_say_how_well_it_went_and_where_everything_is() -> None:
 
 
 def test_run_without_held_out_tasks_has_no_verdict() -> None:
-    bare = {key: value for key, value in SUMMARY.items() if key != "verdict"} | {"held_out": {}}
+    bare = {key: value for key, value in SUMMARY.items() if "verdict" not in key}
     text = "\n".join(display.results(bare))
     assert "held-out" not in text
     assert "greedy" not in text

@@ -1,4 +1,4 @@
-"""A run's record: what a resumed run continues, the verdict on held-out tasks, overlap, and tokens per second."""
+"""A run's record: what a resumed run continues, held-out evaluations, overlap, and tokens per second."""
 
 from pathlib import Path
 
@@ -7,19 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_runs import make_batch, make_conversation, make_directory, make_group
 
-from areal.api.errors import RejectReason
-from areal.api.messages import GroupResult, Rejection
+from areal.api.messages import GroupResult
+from areal.trainer.evaluation import wilson
 from areal.trainer.journal import (
     AFTER,
     BEFORE,
     RATE_STEPS,
     Account,
-    Evaluation,
     Journal,
     TokenRate,
     overlap,
     step_figures,
-    verdict,
 )
 from areal.trainer.logs import read_lines, read_metrics
 
@@ -55,6 +53,10 @@ def test_resumed_journal_drops_what_was_never_saved_and_goes_on(tmp_path: Path) 
     assert summary["calls"] == 6 * 16 + 8
     assert summary["max_logprob_difference"] == pytest.approx(0.006)
     assert summary["verdict"].startswith("held-out success 0.25 → 0.75 in ")
+    assert summary["held_out"]["before"]["interval"] == pytest.approx(wilson(0.25, 4))
+    assert summary["held_out"]["difference"]["mean"] == 0.5  # paired although `before` was read back
+    assert "task_rewards" not in summary["held_out"]["after"]
+    assert read_metrics(run.path)[-1]["eval_reward_high"] == pytest.approx(wilson(0.75, 4)[1])
     journal.draw()
     assert run.curve.exists()
     run.close()
@@ -72,6 +74,17 @@ def test_run_killed_before_its_first_checkpoint_keeps_its_first_evaluation(tmp_p
     rows = read_metrics(run.path)
     assert [row["step"] for row in rows] == [0, 0]
     assert [row.get("eval_reward") or row.get("eval_greedy_reward") for row in rows] == [0.25, 0.75]
+    run.close()
+
+
+def test_an_evaluation_from_before_intervals_were_kept_is_still_compared_with(tmp_path: Path) -> None:
+    run = make_directory(tmp_path)
+    run.held_out.write_text('{"before": {"reward": 0.25, "tasks": 4, "rejected": 0, "is_success": true}}')
+    with Journal(run, 6, 6, Account(seconds=1.0)) as journal:
+        journal.evaluation(6, AFTER, SUCCESS, greedy=False)
+        summary = journal.summary()
+    assert summary["verdict"] == "held-out success 0.25 → 0.75 in 1 s"
+    assert "difference" not in summary["held_out"]
     run.close()
 
 
@@ -140,31 +153,6 @@ def test_an_evaluation_that_is_not_known_any_more_is_measured_and_recorded_once(
 
 
 Spans = list[tuple[float, float]]
-
-
-def evaluation(*rewards: float, rejected: int = 0) -> Evaluation:
-    results = [make_group(number, [reward]) for number, reward in enumerate(rewards)]
-    lost = [GroupResult(-1, [], [Rejection(RejectReason.TIMEOUT, "slow")], {}) for _ in range(rejected)]
-    return Evaluation.of([*results, *lost])
-
-
-def test_verdict_is_one_line_with_both_rates_and_the_time() -> None:
-    line = verdict(evaluation(0, 1, 0, 0), evaluation(1, 1, 1, 0), 57.6)
-    assert line == "held-out success 0.25 → 0.75 in 58 s"
-
-
-def test_rewards_that_are_no_yes_or_no_are_not_called_success() -> None:
-    assert verdict(evaluation(0, 1), evaluation(0.5, 1), 1.0) == "held-out reward 0.50 → 0.75 in 1 s"
-
-
-def test_verdict_says_how_many_episodes_are_missing() -> None:
-    after = evaluation(1, 1, rejected=2)
-    assert (after.tasks, after.rejected, after.reward) == (4, 2, 1.0)
-    assert verdict(evaluation(0, 0), after, 3.0) == "held-out success 0.00 → 1.00 in 3 s (2 of 4 episodes rejected)"
-
-
-def test_nothing_accepted_is_no_success() -> None:
-    assert evaluation(rejected=3).reward == 0.0
 
 
 def disjoint(edges: list[int]) -> Spans:

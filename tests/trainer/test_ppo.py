@@ -1,6 +1,7 @@
 """Whole runs of the trainer on a fleet without processes: what they write down, and how they go on."""
 
 import shutil
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 from fleet_of_groups import TASKS, FleetOfGroups, ppo_config, run, save_model
-from small_runs import make_engine
+from small_runs import make_engine, make_group
 
 from areal.api.errors import ArealError, EngineError, RunExists
 from areal.api.messages import GroupResult
 from areal.config.experiment import DatasetConfig
 from areal.config.rollout import GenerationHyperparameters
-from areal.config.training import RecoverConfig, SaverConfig
+from areal.config.training import EvaluatorConfig, RecoverConfig, SaverConfig
 from areal.trainer.logs import read_lines, read_metrics
 
 pytestmark = pytest.mark.slow
@@ -259,3 +260,28 @@ def test_a_checkpoint_that_does_not_know_its_settings_is_resumed(
     fleet = FleetOfGroups()
     run(ppo_config(tmp_path, model, seed=2), monkeypatch, fleet)
     assert fleet.taken == [6, 7]
+
+
+def test_every_held_out_task_is_sampled_as_often_as_asked_and_once_greedily(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[bool, int]] = []
+
+    def evaluate(tasks: Sequence[dict[str, Any]], *, greedy: bool) -> list[GroupResult]:
+        """Of each task the first sample fails, and of the second task every one."""
+        asked.append((greedy, len(tasks)))
+        seen: Counter[str] = Counter()
+        results = []
+        for number, task in enumerate(tasks):
+            right = task["question"] != "1" and seen[task["question"]] > 0
+            results.append(make_group(number, [float(right)]))
+            seen[task["question"]] += 1
+        return results
+
+    config = ppo_config(tmp_path, model, evaluator=EvaluatorConfig(n_samples=4))
+    summary = run(config, monkeypatch, FleetOfGroups(evaluate=evaluate), valid=TASKS[:3]).summary
+    assert asked == [(False, 12), (True, 3)] * 2
+    after = summary["held_out"]["after"]
+    assert (after["reward"], after["tasks"], after["episodes"]) == (0.5, 3, 12)
+    assert after["pass_at_k"] == pytest.approx([0.5, 2 / 3, 2 / 3, 2 / 3])
+    assert summary["held_out"]["after_greedy"]["reward"] == 0.0
