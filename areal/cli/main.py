@@ -88,9 +88,12 @@ def _declare_chat(parser: argparse.ArgumentParser) -> None:
 
 def _declare_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="builtin:tiny-math", help="a saved model, builtin:NAME or a hub id")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; beyond loopback it needs --api-key")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; beyond loopback it needs a key")
     parser.add_argument("--port", type=int, default=8000, help="0 = a free one")
-    parser.add_argument("--api-key", metavar="KEY", help="what clients must send; by default one is made and printed")
+    keys = parser.add_mutually_exclusive_group()
+    keys.add_argument("--api-key", metavar="KEY", help="what clients must send; by default one is made and printed")
+    keys.add_argument("--api-key-file", metavar="FILE", help="a file with that key (or set AREAL_API_KEY)")
+    parser.add_argument("--public-url", metavar="URL", default="", help="where clients reach it, if under another name")
 
 
 def _declare_simulate(parser: argparse.ArgumentParser) -> None:

@@ -7,32 +7,31 @@ code 0; an engine that has failed for good ends it with the cause.
 
 import argparse
 import asyncio
-import os
 import signal
 import sys
 from pathlib import Path
 
 from areal.api.errors import EngineError
 from areal.config.errors import ConfigError
+from areal.config.keys import API_KEY_VARIABLE, find_key
 from areal.config.rollout import GenerationHyperparameters
 from areal.proxy import Proxy
 from areal.utils.net import is_loopback
 
-KEY_VARIABLE = "AREAL_API_KEY"
 TURNS_KEPT = 10_000
 """Answers that the session remembers before it starts over."""
 
 
 def run(args: argparse.Namespace) -> int:
-    key = _key(args.api_key, args.host)
+    key = _key(args.api_key, args.api_key_file, args.host)
     from areal.engine.models import find_model
 
     directory = find_model(args.model, lambda text: print(text, file=sys.stderr))
-    asyncio.run(_serve(args.model, directory, args.host, args.port, key))
+    asyncio.run(_serve(args.model, directory, args.host, args.port, key, args.public_url))
     return 0
 
 
-async def _serve(model: str, directory: Path, host: str, port: int, key: str | None) -> None:
+async def _serve(model: str, directory: Path, host: str, port: int, key: str | None, public_url: str) -> None:
     from areal.engine.inference.server import load_engine
     from areal.engine.models import max_positions
     from areal.utils.hf_utils import load_hf_processor, load_hf_tokenizer
@@ -49,6 +48,7 @@ async def _serve(model: str, directory: Path, host: str, port: int, key: str | N
         max_positions=max_positions(directory),
         processor=load_hf_processor(directory),
         model_name=model,
+        public_url=public_url,
     )
     try:
         await proxy.start(host, port, exposed=True)
@@ -70,15 +70,11 @@ def _announce(origin: str, model: str, new_key: str | None) -> None:
     sys.stdout.flush()
 
 
-def _key(given: str | None, host: str) -> str | None:
+def _key(given: str | None, path: str | None, host: str) -> str | None:
     """The key to use; None = one is to be made."""
-    key = os.environ.get(KEY_VARIABLE) if given is None else given
-    if key is None:
-        if not is_loopback(host):
-            raise ConfigError(
-                f"serving on {host}, beyond this machine, needs --api-key (or {KEY_VARIABLE}); choose one"
-            )
-        return None
-    if not key.isascii() or not key.isprintable() or not key.strip() or " " in key:
-        raise ConfigError("--api-key must be visible ASCII characters without spaces, so that it fits a header")
-    return key
+    key = find_key(given, path, API_KEY_VARIABLE, "--api-key")
+    if not key and not is_loopback(host):
+        raise ConfigError(
+            f"serving on {host}, beyond this machine, needs --api-key, --api-key-file or {API_KEY_VARIABLE}; choose one"
+        )
+    return key or None

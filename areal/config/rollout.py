@@ -5,11 +5,14 @@ ProxyLimits.
 """
 
 import operator
+import os
 from dataclasses import dataclass, field, fields, replace
 from numbers import Real
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from areal.config.errors import require
+from areal.config.keys import ADMIN_KEY_VARIABLE, find_key
 from areal.utils.net import is_loopback
 from areal.utils.shorten import shown
 
@@ -162,11 +165,17 @@ class ProxyConfig:
     """The proxy that agents call the model through."""
 
     host: str = "127.0.0.1"
-    """Address that the proxy of a rollout worker listens on; one that is not loopback needs an admin_key."""
+    """Address that the proxy of a rollout worker listens on; one that is not loopback needs an admin key."""
     port: int = 0
     """0 = a free one for each worker."""
     admin_key: str = ""
-    """The key that manages sessions over HTTP and cannot call the model; empty = one is made for the run."""
+    """The key that manages sessions over HTTP and cannot call the model; empty = that of `admin_key_file`, else that of
+    the environment variable AREAL_ADMIN_KEY, else one is made for the run."""
+    admin_key_file: str = ""
+    """A file with the admin key, which then is on no command line; empty = none."""
+    public_url: str = ""
+    """Where agents reach the proxy if that is not the address it listens on (behind TLS, or under another name), e.g.
+    https://rollout.example; empty = the address they connected to."""
     drop_params: bool = False
     """Ignore request parameters that cannot be honoured, with a line in the log, instead of answering 400."""
     tool_parser: str | None = None
@@ -179,9 +188,23 @@ class ProxyConfig:
     def __post_init__(self) -> None:
         require(0 <= self.port < 65536, f"port must lie in [0, 65535], got {self.port}; use 0 for a free one")
         require(
-            is_loopback(self.host) or self.admin_key != "",
-            f"host={self.host} can be reached from other machines and needs an admin_key; set one, or use 127.0.0.1",
+            not (self.admin_key and self.admin_key_file),
+            f"admin_key or admin_key_file may be set, got both ({self.admin_key_file}); leave one out",
         )
+        require(
+            is_loopback(self.host) or bool(self.admin_key or self.admin_key_file or ADMIN_KEY_VARIABLE in os.environ),
+            f"host={self.host} can be reached from other machines and needs an admin_key, an admin_key_file or "
+            f"{ADMIN_KEY_VARIABLE}; set one, or use 127.0.0.1",
+        )
+        require(
+            not self.public_url or urlsplit(self.public_url).scheme in ("http", "https"),
+            f"public_url must be http://HOST or https://HOST, got {self.public_url!r}",
+        )
+
+    def with_key(self) -> "ProxyConfig":
+        """A copy whose `admin_key` is the one that the user chose, wherever it is; empty = none was chosen."""
+        key = find_key(self.admin_key or None, self.admin_key_file or None, ADMIN_KEY_VARIABLE, "proxy.admin_key")
+        return replace(self, admin_key=key, admin_key_file="")
 
 
 @dataclass

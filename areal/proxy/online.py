@@ -199,13 +199,21 @@ class SessionRoutes:
     """The endpoints that manage online sessions."""
 
     def __init__(
-        self, online: OnlineSessions, sessions: Sessions, limits: ProxyLimits, admin_key: str, self_reward: bool
+        self,
+        online: OnlineSessions,
+        sessions: Sessions,
+        limits: ProxyLimits,
+        admin_key: str,
+        self_reward: bool,
+        public_url: str = "",
     ) -> None:
+        """`public_url` is where agents reach the proxy; empty = the address that they connected to."""
         self._online = online
         self._sessions = sessions
         self._limits = limits
         self._admin_key = admin_key
         self._self_reward = self_reward
+        self._public_url = public_url.rstrip("/")
 
     def endpoints(self) -> list[tuple[str, str, Callable[[Request], Awaitable[Response]]]]:
         return [
@@ -225,8 +233,7 @@ class SessionRoutes:
         except SessionLimitReached as error:
             raise rate_limited(str(error), "no_session_available") from None
         session = online.session
-        # The address that the caller used, since the one that was bound may be 0.0.0.0.
-        base_url = f"{request.base_url}s/{session.token}/v1"
+        base_url = f"{self._public_url or _address_reached(request)}/s/{session.token}/v1"
         answer = {"session_id": online.id, "base_url": base_url, "api_key": session.api_key, "task": online.task}
         return _json(answer, 201)
 
@@ -266,6 +273,13 @@ class SessionRoutes:
                 code="forbidden",
             )
         raise unauthorized("managing sessions needs the admin key (Authorization: Bearer KEY, or x-api-key: KEY)")
+
+
+def _address_reached(request: Request) -> str:
+    """The address that the caller connected to: the bound one may be 0.0.0.0, and `Host` is the caller's own word."""
+    host, port = request.scope["server"]
+    shown_host = f"[{host}]" if ":" in host else host
+    return f"http://{shown_host}" if port is None else f"http://{shown_host}:{port}"
 
 
 def _state(online: OnlineSession) -> Response:

@@ -41,9 +41,11 @@ class Proxy:
         model_name: str = "default",
         admin_key: str | None = None,
         self_reward: bool = False,
+        public_url: str = "",
     ) -> None:
         """`limits` to `reasoning_parser` are those of `ProxyConfig`; `processor` is the model's, None = it takes no
-        images; `admin_key` None = one made for this proxy.
+        images; `admin_key` None = one made for this proxy; `public_url` = where agents outside reach it, empty = the
+        address they connected to.
         """
         limits = limits or ProxyLimits()
         self._limits = limits
@@ -55,14 +57,22 @@ class Proxy:
         """Manages sessions over HTTP, and calls no model."""
         self.online = OnlineSessions(self.open_session, self.end_session, limits)
         """Sessions that are managed over HTTP."""
-        routes = SessionRoutes(self.online, self._sessions, limits, self.admin_key, self_reward)
+        self._public_url = public_url
+        routes = SessionRoutes(self.online, self._sessions, limits, self.admin_key, self_reward, public_url)
         self._app = App(self._sessions, self._generation, routes, limits, drop_params).asgi()
         self._server: ProxyServer | None = None
         self._clients: dict[str, Any] = {}
 
     async def start(self, host: str = "127.0.0.1", port: int = 0, *, exposed: bool = False) -> None:
         """Listen; port 0 = a free one. Hosts beyond loopback need `exposed`."""
-        server = ProxyServer(self._app, host, port, head_seconds=self._limits.body_timeout_seconds, exposed=exposed)
+        server = ProxyServer(
+            self._app,
+            host,
+            port,
+            head_seconds=self._limits.body_timeout_seconds,
+            exposed=exposed,
+            public_url=self._public_url,
+        )
         await server.start()
         self._server = server
 

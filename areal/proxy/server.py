@@ -2,6 +2,9 @@
 
 A connection has limited time and bytes for the head of each request, so that clients that send slowly cannot hold
 connections open. The body has its own deadline and size, where it is read (requests.py).
+
+On loopback only requests for this machine are served: a web page can give a name of its own this machine's address (DNS
+rebinding), but the `Host` that its browser sends is still that name. Ports are not compared, so tunnels work.
 """
 
 import asyncio
@@ -9,26 +12,44 @@ import contextlib
 import socket
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import urlsplit
 
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from areal.config.errors import ConfigError
+from areal.proxy.delivery import error_response
+from areal.proxy.dialects import chat
+from areal.proxy.errors import ApiError
 from areal.utils.net import is_loopback
+from areal.utils.shorten import shown
 
 HEAD_BYTES = 64 * 2**10
 START_SECONDS = 10.0
 STOP_SECONDS = 5.0
+MISDIRECTED_REQUEST = 421
 
 
 class ProxyServer:
-    def __init__(self, app: ASGIApp, host: str, port: int, *, head_seconds: float, exposed: bool = False) -> None:
-        """`head_seconds` = time for the head of a request; `exposed` = it may listen beyond this machine."""
+    def __init__(
+        self,
+        app: ASGIApp,
+        host: str,
+        port: int,
+        *,
+        head_seconds: float,
+        exposed: bool = False,
+        public_url: str = "",
+    ) -> None:
+        """`head_seconds` = time for the head of a request; `exposed` = it may listen beyond this machine; `public_url`
+        names another host that requests may be for."""
         if not exposed and not is_loopback(host):
             raise ConfigError(f"the proxy listens on loopback addresses only, got {host!r}; use 127.0.0.1")
         self._socket = _bind(host, port)
         self.origin = _origin(self._socket)
+        if is_loopback(self._socket.getsockname()[0]):
+            app = _ForThisMachine(app, urlsplit(public_url).hostname)
         self._uvicorn = _Uvicorn(
             uvicorn.Config(
                 app,
@@ -63,6 +84,36 @@ class ProxyServer:
             await asyncio.wait((self._task,), timeout=STOP_SECONDS)
             self._task.cancel()
         self._socket.close()
+
+
+class _ForThisMachine:
+    """The app, for requests whose `Host` is a loopback address, localhost or `public_name`. HTTP/1.0 has no `Host`."""
+
+    def __init__(self, app: ASGIApp, public_name: str | None) -> None:
+        self._app = app
+        self._public_name = public_name
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        hosts = [value.decode("latin-1") for name, value in scope.get("headers", ()) if name == b"host"]
+        foreign = next((host for host in hosts if not self._is_own(_name_of(host))), None)
+        if foreign is None:
+            await self._app(scope, receive, send)
+            return
+        message = (
+            f"the Host of a request must be 127.0.0.1, localhost or [::1], got {shown(foreign)}; use the URL that the "
+            "proxy printed, or set proxy.public_url to the one that clients use"
+        )
+        refusal = ApiError(MISDIRECTED_REQUEST, message, kind="permission_error", code="foreign_host")
+        await error_response(chat, refusal)(scope, receive, send)
+
+    def _is_own(self, name: str) -> bool:
+        return is_loopback(name) or name == self._public_name
+
+
+def _name_of(host: str) -> str:
+    """Without the port, and without the brackets of an IPv6 address."""
+    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+    return name.strip().lower()
 
 
 class _Uvicorn(uvicorn.Server):

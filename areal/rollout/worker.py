@@ -92,6 +92,7 @@ class RolloutWorker:
             processor=processor,
             admin_key=setup.proxy.admin_key or None,
             self_reward=setup.rollout.agent.self_reward,
+            public_url=setup.proxy.public_url,
         )
         worker = cls({}, proxy, engine, setup.rollout.agent.timeout_seconds, setup.seed)
         try:

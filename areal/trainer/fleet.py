@@ -80,7 +80,7 @@ class Fleet(Closing):
                 tokenizer_path=str(tokenizer),
                 max_positions=max_positions(model),
                 reward_fn=config.reward_fn,
-                proxy=config.proxy,
+                proxy=config.proxy.with_key(),
                 seed=config.seed,
             )
             self._engine, self._workers = self._wait(
@@ -273,7 +273,8 @@ class _Processes:
         path = os.pathsep.join(each or os.getcwd() for each in sys.path)
         env = {"PYTHONPATH": path, **env, **self._listener.env}
         log = self._logs / f"{name.replace(' ', '-')}.log"
-        return await self._scheduler.start(Command(name, [sys.executable, "-m", *module], log, env))
+        command = Command(name, [sys.executable, "-m", *module], log, env, secret=self._listener.secret)
+        return await self._scheduler.start(command)
 
     def _watch(self, name: str, placement: Placement, channel: Channel) -> None:
         self._channels[name] = channel

@@ -105,6 +105,26 @@ def test_without_a_key_one_is_made_and_printed_and_ctrl_c_ends_it() -> None:
     assert ending(server, signal.SIGINT) == (0, "")
 
 
+def test_key_in_a_file_is_on_no_command_line(tiny_math: Path, tmp_path: Path) -> None:
+    (tmp_path / "key").write_text(KEY + "\n")
+    server = start("--model", "builtin:tiny-math", "--api-key-file", str(tmp_path / "key"))
+    url = url_of(server)
+    assert httpx.get(f"{url}/models", headers={"x-api-key": KEY}).status_code == 200
+    assert KEY.encode() not in Path(f"/proc/{server.pid}/cmdline").read_bytes()
+    assert ending(server, signal.SIGTERM) == (0, "")
+
+
+def test_key_and_a_file_with_one_are_refused_together(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["serve", "--api-key", KEY, "--api-key-file", "key"])
+    assert "not allowed with" in capsys.readouterr().err
+
+
+def test_request_for_another_host_is_refused(served: str) -> None:
+    headers = {"x-api-key": KEY, "host": "evil.example"}
+    assert httpx.get(f"{served}/models", headers=headers).status_code == 421
+
+
 def test_an_engine_that_has_failed_ends_it_with_the_cause(tiny_math: Path) -> None:
     server = start("--model", "builtin:tiny-math", "--api-key", KEY, program=("-c", FAILING))
     body = {"messages": [{"role": "user", "content": "hi"}]}

@@ -35,7 +35,7 @@ async def engine_process(
         argv = [sys.executable, *program, str(model)]
         # One thread: a test's process shares the machine with the tests.
         env = listener.env | {"OMP_NUM_THREADS": "1", "PYTHONPATH": ":".join(path for path in sys.path if path)}
-        placement = await scheduler.start(Command("engine", argv, log, env))
+        placement = await scheduler.start(Command("engine", argv, log, env, secret=listener.secret))
         arrival = await listener.expect("engine", 0, placement, timeout_seconds=START_SECONDS)
         yield EngineProcess(listener, placement, arrival)
     finally:

@@ -66,7 +66,8 @@ async def scheduler() -> AsyncIterator[LocalScheduler]:
 def start(scheduler: LocalScheduler, tmp_path: Path) -> Callable[..., object]:
     """Start Python code as a process: `await start("print(1)", name="rollout worker 0")`."""
 
-    async def start(code: str, name: str = "rollout worker 0", **env: str) -> LocalPlacement:
-        return await scheduler.start(Command(name, [sys.executable, "-c", code], tmp_path / "log.txt", env))
+    async def start(code: str, name: str = "rollout worker 0", secret: bytes = b"", **env: str) -> LocalPlacement:
+        argv = [sys.executable, "-c", code]
+        return await scheduler.start(Command(name, argv, tmp_path / "log.txt", env, secret=secret))
 
     return start

@@ -1,6 +1,7 @@
 import asyncio
 import os
 import signal
+import stat
 import sys
 import threading
 from collections.abc import AsyncIterator, Coroutine
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from areal.api.errors import ConfigError
+from areal.config.keys import ADMIN_KEY_VARIABLE
 from areal.infra.scheduler import Command, LocalScheduler, make_scheduler
 
 pytestmark = pytest.mark.slow
@@ -83,6 +85,32 @@ async def test_output_goes_to_the_log_and_the_exit_code_comes_back(start: Any, t
     assert await asyncio.wait_for(placement.wait(), 30) == 0
     assert sorted((tmp_path / "log.txt").read_text().split()) == ["err", "out"]
     assert placement.describe_exit() == f"rollout worker 0 (pid {placement.pid}) exited with code 0"
+
+
+async def test_secret_is_all_that_standard_input_has(start: Any, tmp_path: Path) -> None:
+    placement = await start("import sys; print(sys.stdin.read() or 'nothing')", secret=b"of the run")
+    assert await placement.wait() == 0
+    assert await (await start("import sys; print(sys.stdin.read() or 'nothing')")).wait() == 0
+    assert (tmp_path / "log.txt").read_text() == "of the run\nnothing\n"
+
+
+async def test_admin_key_in_the_environment_stays_with_the_driver(
+    start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ADMIN_KEY_VARIABLE, "sk-chosen")
+    code = "from pathlib import Path; print('sk-chosen' in Path('/proc/self/environ').read_text())"
+    assert await (await start(code)).wait() == 0
+    assert (tmp_path / "log.txt").read_text() == "False\n"
+
+
+async def test_log_is_for_its_owner_only_even_if_it_was_there(scheduler: LocalScheduler, tmp_path: Path) -> None:
+    old = tmp_path / "old.txt"
+    old.touch(mode=0o644)
+    for path in (old, tmp_path / "logs" / "new.txt"):
+        placement = await scheduler.start(Command("worker", [sys.executable, "-c", ""], path))
+        assert await placement.wait() == 0
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE((tmp_path / "logs").stat().st_mode) == 0o700
 
 
 async def test_exit_by_error_is_described_with_the_last_line_of_the_log(start: Any, tmp_path: Path) -> None:

@@ -4,11 +4,13 @@ import os
 import shutil
 from pathlib import Path
 
+import httpx
 import pytest
 from conversations import QUESTION
 
 from areal.api.errors import EpisodeTimeout, RewardTimeout
-from areal.proxy import ProxyLimits
+from areal.config.rollout import GenerationHyperparameters
+from areal.proxy import Proxy, ProxyLimits
 
 WAIT_SECONDS = 10
 ROOT = Path(__file__).parents[2]
@@ -18,8 +20,9 @@ def bearer(key):
     return {"authorization": f"Bearer {key}"}
 
 
-async def open_session(proxy, key=None, **options):
-    return await proxy.http_client.post(f"{proxy.origin}/sessions", headers=bearer(key or proxy.admin_key), **options)
+async def open_session(proxy, key=None, extra=None, **options):
+    headers = bearer(key or proxy.admin_key) | (extra or {})
+    return await proxy.http_client.post(f"{proxy.origin}/sessions", headers=headers, **options)
 
 
 async def manage(proxy, session_id, verb, body=None, key=None):
@@ -216,12 +219,72 @@ async def test_admin_key_is_made_for_each_proxy(start_proxy):
     assert (await open_session(one, two.admin_key)).status_code == 401
 
 
-async def test_base_url_is_the_way_the_caller_came(proxy):
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1:1", "[::1]", "evil.example"])
+async def test_base_url_is_the_address_that_was_reached_whatever_host_says(proxy, host):
+    opened = await open_session(proxy, extra={"host": host})
+    assert opened.json()["base_url"].startswith(f"{proxy.origin}/s/")
+
+
+async def test_base_url_is_that_of_the_connection_where_every_address_is_bound(engine):
+    gconfig = GenerationHyperparameters(max_new_tokens=8)
+    proxy = Proxy(engine, engine.tokenizer, gconfig=gconfig, max_positions=512, admin_key="chosen")
+    await proxy.start("0.0.0.0", exposed=True)
     port = proxy.origin.rpartition(":")[2]
-    answer = await proxy.http_client.post(
-        f"{proxy.origin}/sessions", headers={**bearer(proxy.admin_key), "host": f"localhost:{port}"}
-    )
-    assert answer.json()["base_url"].startswith(f"http://localhost:{port}/s/")
+    try:
+        async with httpx.AsyncClient(trust_env=False) as client:
+            headers = {**bearer("chosen"), "host": "evil.example"}
+            opened = await client.post(f"http://127.0.0.1:{port}/sessions", headers=headers)
+        assert opened.json()["base_url"].startswith(f"http://127.0.0.1:{port}/s/")
+    finally:
+        await proxy.aclose()
+
+
+async def test_base_url_is_below_the_public_url_if_there_is_one(start_proxy):
+    proxy = await start_proxy(public_url="https://agents.example/areal/")
+    session = (await open_session(proxy, extra={"host": "evil.example"})).json()
+    token = online_session(proxy, session).session.token
+    assert session["base_url"] == f"https://agents.example/areal/s/{token}/v1"
+
+
+@pytest.mark.parametrize("path", ["/health", "/sessions", "/s/TOKEN/v1/chat/completions"])
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:PORT", "127.0.0.1.evil.example", "", "[", "0x7f.1"])
+async def test_request_for_another_host_is_refused_on_loopback(proxy, session, engine, path, host):
+    url = proxy.origin + path.replace("TOKEN", session.token)
+    headers = {**bearer(proxy.admin_key), "host": host.replace("PORT", proxy.origin.rpartition(":")[2])}
+    async with httpx.AsyncClient(trust_env=False) as client:
+        refused = await client.post(url, json={"messages": [QUESTION]}, headers=headers)
+    assert refused.status_code == 421
+    assert "127.0.0.1, localhost or [::1]" in refused.json()["error"]["message"]
+    assert engine.requests == []
+    assert len(proxy) == 1
+
+
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1:PORT", "localhost:PORT", "LOCALHOST", "[::1]:PORT", "127.0.0.1:9", "127.1.2.3"]
+)
+async def test_request_for_this_machine_is_served_on_loopback(proxy, host):
+    headers = {"host": host.replace("PORT", proxy.origin.rpartition(":")[2])}
+    async with httpx.AsyncClient(trust_env=False) as client:
+        assert (await client.get(f"{proxy.origin}/health", headers=headers)).status_code == 200
+
+
+async def test_two_hosts_are_refused_if_one_is_foreign(proxy):
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(proxy.origin.rpartition(":")[2]))
+    writer.write(b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\nhost: evil.example\r\n\r\n")
+    async with asyncio.timeout(WAIT_SECONDS):
+        assert (await reader.readline()).split()[1] in (b"400", b"421")
+    writer.close()
+
+
+async def test_host_of_the_public_url_is_served_on_loopback(start_proxy):
+    proxy = await start_proxy(public_url="https://agents.example")
+    async with httpx.AsyncClient(trust_env=False) as client:
+        for host, status in (("agents.example", 200), ("agents.example:443", 200), ("evil.example", 421)):
+            assert (await client.get(f"{proxy.origin}/health", headers={"host": host})).status_code == status
+
+
+async def test_in_process_calls_may_have_any_host(proxy):
+    assert (await proxy.http_client.get(f"{proxy.origin}/health", headers={"host": "any"})).status_code == 200
 
 
 async def test_offer_brings_a_task_and_waits_for_the_reward(proxy):

@@ -28,7 +28,8 @@ async def test_connection_that_breaks_aborts_the_generation(proxy, session, engi
     host, port = proxy.origin.removeprefix("http://").split(":")
     _, writer = await asyncio.open_connection(host, int(port))
     body = json.dumps({"messages": [QUESTION]}).encode()
-    head = f"POST /s/{session.token}/v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+    path = f"/s/{session.token}/v1/chat/completions"
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
     writer.write(head.encode() + body)
     await engine.until_in_flight(1)
     writer.close()
@@ -94,7 +95,8 @@ async def test_body_that_never_comes_is_given_up(start_proxy):
     session = proxy.open_session()
     host, port = proxy.origin.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
-    writer.write(f"POST /s/{session.token}/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n".encode())
+    path = f"/s/{session.token}/chat/completions"
+    writer.write(f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9\r\n\r\n".encode())
     async with asyncio.timeout(WAIT_SECONDS):
         assert b" 408 " in await reader.readline()
     writer.close()

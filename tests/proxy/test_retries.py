@@ -241,7 +241,8 @@ async def test_connection_that_breaks_and_comes_again_leaves_one_node(proxy, ses
     engine.hold = asyncio.Event()
     host, port = proxy.origin.removeprefix("http://").split(":")
     body = json.dumps({"messages": [QUESTION]}).encode()
-    head = f"POST /s/{session.token}/v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+    path = f"/s/{session.token}/v1/chat/completions"
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
     for _ in range(5):
         _, writer = await asyncio.open_connection(host, int(port))
         writer.write(head.encode() + body)

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -29,6 +30,16 @@ def test_runs_without_a_name_get_one_each(tmp_path: Path) -> None:
     run = make_directory(tmp_path, trial_name=None)
     assert run.path.parent == tmp_path / "test"
     assert run.path.name
+    run.close()
+
+
+def test_logs_are_for_their_owner_only_also_in_a_directory_that_was_there(tmp_path: Path) -> None:
+    run = make_directory(tmp_path)
+    assert stat.S_IMODE(run.logs.stat().st_mode) == 0o700
+    run.logs.chmod(0o755)
+    run.close()
+    run = make_directory(tmp_path, recover=RecoverConfig(mode="auto"))
+    assert stat.S_IMODE(run.logs.stat().st_mode) == 0o700
     run.close()
 
 

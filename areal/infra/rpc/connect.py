@@ -3,9 +3,9 @@
 An address is `unix:PATH` or `tcp:HOST:PORT`; port 0 takes a free one. Before any frame is read, both ends prove within
 a deadline that they know a secret, which itself never travels (empty = any process that can reach the address).
 
-Every process of a run connects to the driver and says who it is. It finds the address and the run's secret in its
-environment, not in its arguments, which every user of the machine can read. A process whose channel to the driver
-closes has lost its driver and ends.
+Every process of a run connects to the driver and says who it is. It finds the address in its environment. The run's
+secret comes on its standard input and is read once: unlike arguments and environments, it cannot be read there by the
+agents that the process starts. A process whose channel to the driver closes has lost its driver and ends.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from areal.infra.scheduler.base import Placement
 from areal.utils.logging import getLogger
 
 ADDRESS_VARIABLE = "AREAL_DRIVER_ADDRESS"
-SECRET_VARIABLE = "AREAL_DRIVER_SECRET"
+STANDARD_INPUT = 0
 NONCE_BYTES = 32
 MAC_BYTES = hashlib.sha256().digest_size
 READ_LIMIT_BYTES = 1 << 20
@@ -131,7 +131,8 @@ class DriverListener:
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
-        self._secret = secrets.token_hex(32)
+        self.secret = secrets.token_hex(32).encode()
+        """What a process needs on its standard input to connect."""
         self._listener: Listener | None = None
         self._connecting: dict[tuple[str, int], asyncio.Future[ConnectedProcess]] = {}
         """By role and index, while either side waits for the other."""
@@ -141,14 +142,14 @@ class DriverListener:
             channel.handlers["hello"] = partial(self._hello, channel)
 
         self._listener = await serve(
-            address, on_channel, wire=self._wire, peer="an unnamed process", secret=self._secret.encode()
+            address, on_channel, wire=self._wire, peer="an unnamed process", secret=self.secret
         )
 
     @property
     def env(self) -> dict[str, str]:
         """What a process needs in its environment to connect."""
         assert self._listener is not None, "open() comes first"
-        return {ADDRESS_VARIABLE: self._listener.address, SECRET_VARIABLE: self._secret}
+        return {ADDRESS_VARIABLE: self._listener.address}
 
     async def expect(
         self,
@@ -210,15 +211,23 @@ async def connect_to_driver(
 ) -> Channel:
     """The process's end: a channel to the driver. When it closes, the process should end."""
     address = os.environ.get(ADDRESS_VARIABLE)
-    # Taken out of the environment, because user code and the processes it starts have no business with it.
-    secret = os.environ.pop(SECRET_VARIABLE, None)
-    if address is None or secret is None:
+    secret = b"" if address is None else _read_secret()
+    if address is None or not secret:
         raise ArealError(
-            f"{role} {index} must be started by a driver, which sets {ADDRESS_VARIABLE} and {SECRET_VARIABLE}"
+            f"{role} {index} must be started by a driver, which sets {ADDRESS_VARIABLE} and sends its secret"
         )
-    channel = await connect(address, wire=wire, peer="the driver", handlers=handlers, secret=secret.encode())
+    channel = await connect(address, wire=wire, peer="the driver", handlers=handlers, secret=secret)
     await channel.call("hello", role, index, info or {}, timeout_seconds=timeout_seconds)
     return channel
+
+
+def _read_secret() -> bytes:
+    """All of the standard input, which is empty from then on, here and in every process that this one starts."""
+    with open(STANDARD_INPUT, "rb", closefd=False) as stdin:
+        secret = stdin.read()
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), STANDARD_INPUT)
+    return secret
 
 
 def _why_absent(placement: Placement, timeout_seconds: float) -> str:

@@ -8,17 +8,19 @@ both.
 import asyncio
 import os
 import secrets
+import select
 import shutil
 import signal
 import subprocess
 import sys
-from asyncio.subprocess import DEVNULL, Process
-from collections.abc import Mapping
-from contextlib import suppress
+from asyncio.subprocess import Process
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
 from areal.api.errors import ProcessDied
+from areal.config.keys import ADMIN_KEY_VARIABLE
 from areal.infra.scheduler import guardian
 from areal.infra.scheduler.base import Command
 from areal.utils.net import bypass_proxies
@@ -40,10 +42,10 @@ class LocalScheduler:
 
     async def start(self, command: Command) -> "LocalPlacement":
         guardian = self._guardian = self._guardian or _Guardian()
-        with _open_log(command.log_path) as log:
+        with _open_log(command.log_path) as log, _filled_pipe(command.secret) as stdin:
             process = await asyncio.create_subprocess_exec(
                 *command.argv,
-                stdin=DEVNULL,
+                stdin=stdin,
                 stdout=log,
                 stderr=log,
                 env=_child_environment(os.environ) | command.env,
@@ -175,13 +177,31 @@ class _Guardian:
 
 def _child_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """`environ` and what every process of a run needs."""
-    chosen = {name: value for name, value in environ.items() if ALONE.get(name) != value}
+    # The admin key is for the driver, which hands it on: agents run in these processes, and must not find it there.
+    withheld = {*(name for name, value in ALONE.items() if environ.get(name) == value), ADMIN_KEY_VARIABLE}
+    chosen = {name: value for name, value in environ.items() if name not in withheld}
     return SHARING | {"PYTHONUNBUFFERED": "1"} | chosen | bypass_proxies(environ)
 
 
 def _open_log(path: Path) -> BinaryIO:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return path.open("ab")
+    """For its owner only, since a log may hold an admin key that was made for the run."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    log = open(path, "ab", opener=lambda name, flags: os.open(name, flags, 0o600))  # noqa: SIM115  (the caller's)
+    os.fchmod(log.fileno(), 0o600)  # an earlier run may have made it
+    return log
+
+
+@contextmanager
+def _filled_pipe(content: bytes) -> Iterator[int]:
+    """The end of a pipe to read the content from, and then its end."""
+    assert len(content) <= select.PIPE_BUF, "more might block"
+    output, fill = os.pipe()
+    try:
+        with open(fill, "wb") as pipe:
+            pipe.write(content)
+        yield output
+    finally:
+        os.close(output)
 
 
 def _last_line(path: Path) -> str:
