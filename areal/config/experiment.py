@@ -56,7 +56,7 @@ class ExperimentConfig:
     total_train_epochs: int = 1
     """Passes over train_dataset."""
     tokenizer_path: str = ""
-    """A directory with a tokenizer; empty = the actor's own."""
+    """Empty = the actor's own; a loaded config then has actor.path here."""
     actor: ActorConfig = field(default_factory=ActorConfig)
     """The model that is trained."""
     train_dataset: DatasetConfig = field(default_factory=DatasetConfig)

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar, Union
 
 from areal.config.errors import ConfigError
+from areal.config.experiment import ExperimentConfig
 from areal.config.yaml import Verbatim, read_mapping
 from areal.utils import logging
 
@@ -30,7 +31,10 @@ def load_expr_config(argv: Sequence[str], config_class: type[T]) -> tuple[T, str
     for override in overrides:
         dotted, _, text = override.partition("=")
         _set(values, _renamed(dotted), Verbatim(text), override)
-    return build(config_class, values), path
+    config = build(config_class, values)
+    if isinstance(config, ExperimentConfig):
+        config.tokenizer_path = config.tokenizer_path or config.actor.path
+    return config, path
 
 
 def build(config_class: type[T], values: Mapping[str, Any], prefix: str = "", base: T | None = None) -> T:

@@ -59,7 +59,8 @@ class Trainer(Closing):
         self._total_steps = config.total_train_steps or max(1, by_epochs)
         with Announcer() as report:
             self._model = find_model(config.actor.path, report)
-        self._tokenizer_dir = find_model(config.tokenizer_path) if config.tokenizer_path else self._model
+        own = config.tokenizer_path in ("", config.actor.path)
+        self._tokenizer_dir = self._model if own else find_model(config.tokenizer_path)
         self._directory: RunDirectory | None = None
 
     def close(self) -> None:

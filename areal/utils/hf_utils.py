@@ -15,6 +15,11 @@ def load_hf_tokenizer(path: str | Path) -> Any:
 
     transformers 5 returns a BatchEncoding there, and `list()` of that is its keys.
     """
+    if str(path).startswith("builtin:"):
+        raise ValueError(
+            f"a tokenizer is loaded from a directory or by a Hugging Face id, got {str(path)!r}; use "
+            f"load_hf_tokenizer(find_model({str(path)!r})) with areal.engine.models.find_model, which makes the model"
+        )
     if _class_name(Path(path)) in PLAIN_CLASSES:
         from transformers import PreTrainedTokenizerFast as Loader
     else:

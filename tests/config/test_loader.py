@@ -34,7 +34,7 @@ def test_file_and_overrides_fill_the_config_and_the_path_comes_back(tmp_path: Pa
 
 
 def test_without_a_file_the_defaults_hold() -> None:
-    assert load_expr_config([], GRPOConfig) == (GRPOConfig(), "")
+    assert load_expr_config([], GRPOConfig) == (GRPOConfig(tokenizer_path=GRPOConfig().actor.path), "")
 
 
 @pytest.mark.parametrize("text", ["2e-4", "2E-4", "0.0002", ".0002", "+2.0e-4", "2.e-4"])
@@ -133,7 +133,10 @@ def test_override_below_a_value_is_refused() -> None:
     ("words", "message"),
     [
         (["actor.kl_ctl=0.1"], "actor.kl_ctl=0.1 needs a reference model; set ref.path"),
-        (["gconfig.seed=7"], "gconfig.seed must be empty in training, got 7: it would make all samples of a task equal"),
+        (
+            ["gconfig.seed=7"],
+            "gconfig.seed must be empty in training, got 7: it would make all samples of a task equal",
+        ),
         (["gconfig.n_samples=1"], "actor.group_baseline=mean with gconfig.n_samples=1 makes every advantage 0"),
         (
             ["gconfig.n_samples=1", "actor.group_baseline=none", "actor.adv_norm=group"],
@@ -217,3 +220,10 @@ def test_a_users_own_config_class_can_add_settings() -> None:
 
     config, _ = load_expr_config(["my_param=5.0", "extra.strength=2", "seed=4"], MyConfig)
     assert (config.my_param, config.extra.strength, config.seed) == (5.0, 2.0, 4)
+
+
+def test_tokenizer_path_is_the_actors_unless_it_is_given() -> None:
+    assert load().tokenizer_path == load().actor.path == "builtin:tiny-math"
+    assert load("actor.path=some/model").tokenizer_path == "some/model"
+    assert load("actor.path=some/model", "tokenizer_path=another").tokenizer_path == "another"
+    assert load_expr_config([], SFTConfig)[0].tokenizer_path == "builtin:tiny-math"

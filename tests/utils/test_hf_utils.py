@@ -65,3 +65,10 @@ def test_processor_that_cannot_be_loaded_says_what_to_do(directory: Path, tmp_pa
     (tmp_path / "processor_config.json").write_text('{"processor_class": "Qwen2VLProcessor"}')
     with pytest.raises(ValueError, match=r"cannot be loaded: .*; install what it names"):
         load_hf_processor(tmp_path)
+
+
+def test_a_built_in_name_is_refused_with_the_call_that_finds_its_directory() -> None:
+    with pytest.raises(
+        ValueError, match=r"'builtin:tiny-math'; use load_hf_tokenizer\(find_model\('builtin:tiny-math'\)\)"
+    ):
+        load_hf_tokenizer("builtin:tiny-math")
