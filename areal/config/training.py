@@ -162,6 +162,14 @@ class SchedulerConfig:
     """local = processes on this machine."""
     threads: int | None = None
     """Threads that the engine and the trainer each compute with; None = the machine's cores are shared out."""
+    heartbeat_seconds: float | None = 10.0
+    """An engine or a rollout worker that gives no sign of life for this many seconds, and does not compute, is frozen:
+    it is killed and treated as dead. Code that blocks a worker's event loop does not count. None = never, for a
+    debugger."""
 
     def __post_init__(self) -> None:
         require(self.threads is None or self.threads >= 1, f"threads must be >= 1, got {self.threads}")
+        require(
+            self.heartbeat_seconds is None or self.heartbeat_seconds >= 2,
+            f"heartbeat_seconds must be >= 2, got {self.heartbeat_seconds}; signs of life come once a second",
+        )

@@ -25,6 +25,7 @@ from areal.api.errors import ArealError, EngineError, ProcessDied
 from areal.api.messages import ENGINE_ROLE, WORKER_ROLE, GroupResult, GroupTask, WorkerSetup
 from areal.config.experiment import PPOConfig
 from areal.config.rollout import RolloutConfig
+from areal.config.training import SchedulerConfig
 from areal.engine.inference.remote import RemoteEngine
 from areal.engine.model.weights import shared_memory
 from areal.engine.models import max_positions
@@ -69,7 +70,7 @@ class Fleet(Closing):
         self._failure: Exception | None = None
         self._failed = asyncio.Event()
         self._pipeline: Pipeline | None = None
-        self._processes = _Processes(config.scheduler.type, logs, self.fail)
+        self._processes = _Processes(config.scheduler, logs, self.fail)
         try:
             setup = WorkerSetup(
                 rollout=config.rollout,
@@ -182,6 +183,8 @@ class Fleet(Closing):
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
         try:
             return self._loop.run(work)
+        except TimeoutError as error:
+            raise self._loop.run(self._cause(EngineError(str(error)))) from error
         except (ArealError, ExceptionGroup) as error:
             raise self._loop.run(self._cause(error)) from error
 
@@ -203,8 +206,9 @@ class Fleet(Closing):
 class _Processes:
     """The engine server and the rollout workers. One that ends before `close` is reported to `on_death` at once."""
 
-    def __init__(self, scheduler_type: str, logs: Path, on_death: Callable[[ProcessDied], None]) -> None:
-        self._scheduler = make_scheduler(scheduler_type)
+    def __init__(self, config: SchedulerConfig, logs: Path, on_death: Callable[[ProcessDied], None]) -> None:
+        self._config = config
+        self._scheduler = make_scheduler(config.type)
         self._logs = logs
         self._on_death = on_death
         self._listener = DriverListener(api_wire())
@@ -273,7 +277,8 @@ class _Processes:
         path = os.pathsep.join(each or os.getcwd() for each in sys.path)
         env = {"PYTHONPATH": path, **env, **self._listener.env}
         log = self._logs / f"{name.replace(' ', '-')}.log"
-        command = Command(name, [sys.executable, "-m", *module], log, env, secret=self._listener.secret)
+        argv = [sys.executable, "-m", *module]
+        command = Command(name, argv, log, env, self._config.heartbeat_seconds, self._listener.secret)
         return await self._scheduler.start(command)
 
     def _watch(self, name: str, placement: Placement, channel: Channel) -> None:

@@ -14,7 +14,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from areal.api.errors import ArealError
 from areal.api.errors import RunExists
 from areal.config.experiment import ExperimentConfig
 from areal.engine.models import find_model, open_trainable
@@ -26,6 +25,8 @@ from areal.trainer.run_directory import RunDirectory, explained_storage_errors
 from areal.trainer.tasks import digest_of_tasks
 from areal.utils.closing import Closing
 from areal.utils.hf_utils import load_hf_tokenizer
+
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass(frozen=True)
@@ -136,18 +137,21 @@ class TrainingRun(ABC):
         self._interruption = Interruption(on_interrupt)
 
     def execute(self) -> TrainResult:
-        """Train to the last step; on Ctrl-C save and raise KeyboardInterrupt."""
+        """Train to the last step. Whatever ends a run after its first step, it saves.
+
+        Ctrl-C becomes a KeyboardInterrupt and SIGTERM a SystemExit.
+        """
         try:
             with self._interruption:
                 self._train()
+            return self._finish()
         except Interrupted:
             self._stop()
-            raise KeyboardInterrupt from None
-        except ArealError:
+            raise self._interruption.ending() from None
+        except Exception:
             if self._step:
                 self._stop()
             raise
-        return self._finish()
 
     @abstractmethod
     def _train(self) -> None:
@@ -203,32 +207,37 @@ class Interrupted(Exception):
 
 
 class Interruption:
-    """While entered, the first Ctrl-C asks the run to end in order, and a second one ends it at once."""
+    """While entered, the first Ctrl-C or SIGTERM asks the run to end in order, and a second one ends it at once."""
 
     def __init__(self, on_interrupt: Callable[[], None] = lambda: None) -> None:
-        """`on_interrupt` is called at the first Ctrl-C; it must be safe inside a signal handler."""
+        """`on_interrupt` is called at the first of them; it must be safe inside a signal handler."""
         self._on_interrupt = on_interrupt
-        self._asked = False
+        self._asked: int | None = None
+        """The signal that asked."""
         # Python delivers signals to the main thread only, and only that thread may choose what they do.
         self._works = threading.current_thread() is threading.main_thread()
-        self._previous: Any = None
+        self._previous: dict[signal.Signals, Any] = {}
 
     def check(self) -> None:
-        """Raise `Interrupted` if Ctrl-C was pressed."""
+        """Raise `Interrupted` if a signal has asked for the end."""
         if self._asked:
             raise Interrupted
 
+    def ending(self) -> BaseException:
+        """What ends a process as that signal does, with its exit code."""
+        return SystemExit(128 + signal.SIGTERM) if self._asked == signal.SIGTERM else KeyboardInterrupt()
+
     def __enter__(self) -> "Interruption":
         if self._works:
-            self._previous = signal.signal(signal.SIGINT, self._on_signal)
+            self._previous = {number: signal.signal(number, self._on_signal) for number in ENDING_SIGNALS}
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        if self._works:
-            signal.signal(signal.SIGINT, self._previous)
+        for number, previous in self._previous.items():
+            signal.signal(number, previous)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._asked:
             raise KeyboardInterrupt
-        self._asked = True
+        self._asked = number
         self._on_interrupt()

@@ -10,10 +10,12 @@ from real_runs import CONFIG, END_SECONDS, Start, Witness, rows_of, summary_of
 
 from areal.cli.main import main
 
-
-@pytest.mark.parametrize(
+PROCESSES = pytest.mark.parametrize(
     ("module", "name"), [("areal.engine.inference.server", "engine"), ("areal.rollout.worker", "rollout worker 0")]
 )
+
+
+@PROCESSES
 def test_killed_process_ends_the_run_which_says_what_died(example: Start, module: str, name: str) -> None:
     run = example("total_train_steps=200")
     run.wait_for(r"^step 10/200 ")
@@ -21,9 +23,33 @@ def test_killed_process_ends_the_run_which_says_what_died(example: Start, module
     witness = Witness(run.descendants())
     os.kill(victim, signal.SIGKILL)
     assert run.wait(END_SECONDS) == 2, run.text
-    assert run.lines[-1] == f"areal: {name} (pid {victim}) was killed by signal 9 (SIGKILL)"
+    assert run.lines[-1].startswith(f"areal: {name} (pid {victim}) was killed by signal 9 (SIGKILL)")
     assert witness.survivors(END_SECONDS) == {}
     assert re.search(r"^stopped after step \d+ of 200; everything is saved in ", run.text, re.MULTILINE)
+
+
+@PROCESSES
+def test_frozen_process_is_named_and_the_run_saves(example: Start, run_dir: Path, module: str, name: str) -> None:
+    run = example("total_train_steps=200", "scheduler.heartbeat_seconds=3")
+    run.wait_for(r"^step 10/200 ")
+    victim = run.only(module)
+    witness = Witness(run.descendants())
+    os.kill(victim, signal.SIGSTOP)
+    assert run.wait(3 + END_SECONDS) == 2, run.text
+    assert run.lines[-1].startswith(f"areal: {name} (pid {victim}) was frozen (no sign of life for 3 s;"), run.text
+    assert witness.survivors(END_SECONDS) == {}
+    assert len(list((run_dir / "checkpoints").glob("step-*"))) == 1
+
+
+def test_sigterm_saves_and_leaves_no_process(example: Start, run_dir: Path) -> None:
+    run = example("total_train_steps=200")
+    run.wait_for(r"^step 10/200 ")
+    witness = Witness(run.descendants())
+    run.kill(signal.SIGTERM)
+    assert run.wait(END_SECONDS) == 128 + signal.SIGTERM, run.text
+    assert witness.survivors(END_SECONDS) == {}
+    stopped = run.wait_for(r"^stopped after step \d+ of 200; everything is saved in ")
+    assert [each.name for each in (run_dir / "checkpoints").glob("step-*")] == [f"step-{int(stopped.split()[3]):06d}"]
 
 
 def test_killed_driver_takes_every_process_and_file_with_it(

@@ -1,12 +1,18 @@
-"""Ctrl-C: the first one asks a run to end in order, the second ends it at once."""
+"""Ctrl-C or SIGTERM: the first one asks a run to end in order, the second ends it at once. Every end saves."""
 
 import os
 import signal
 import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from areal.trainer.run import Interrupted, Interruption
+from areal.api.errors import EngineError
+from areal.config.experiment import ExperimentConfig
+from areal.trainer.display import Progress
+from areal.trainer.run import Interrupted, Interruption, TrainingRun
 
 
 def test_first_ctrl_c_notifies_and_is_raised_by_the_next_check() -> None:
@@ -48,3 +54,54 @@ def test_outside_the_main_thread_it_leaves_signals_alone() -> None:
     thread.join(10)
     assert failures == []
     assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize("error", [RuntimeError("any"), EngineError("ours"), TimeoutError("late")])
+def test_whatever_ends_a_run_after_its_first_step_it_saves(error: Exception) -> None:
+    run = OneStep(error)
+    with pytest.raises(type(error)):
+        run.execute()
+    assert run.saved == [1]
+
+
+def test_an_error_in_the_summary_saves_too() -> None:
+    run = OneStep(None)
+    with pytest.raises(EngineError):
+        run.execute()
+    assert run.saved == [1]
+
+
+def test_sigterm_saves_and_ends_with_its_exit_code() -> None:
+    run = OneStep(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended:
+        run.execute()
+    assert ended.value.code == 143
+    assert run.saved == [1]
+
+
+class OneStep(TrainingRun):
+    """Takes a step, and then meets with what it was given: an error, a signal, or the end, where its summary fails."""
+
+    def __init__(self, then: Exception | signal.Signals | None) -> None:
+        directory = SimpleNamespace(path=Path("run"))
+        parts: Any = SimpleNamespace(
+            directory=directory, engine=None, tokenizer=None, total_steps=3, state={"step": 0}, fingerprint={}
+        )
+        super().__init__(ExperimentConfig(), parts, Progress(3))
+        self.saved: list[int] = []
+        self._then = then
+
+    def _train(self) -> None:
+        self._step += 1
+        if isinstance(self._then, Exception):
+            raise self._then
+        if self._then is not None:
+            os.kill(os.getpid(), self._then)
+        self._interruption.check()
+
+    def _save(self) -> Path:
+        self.saved.append(self._step)
+        return Path("run/checkpoint")
+
+    def _summary(self) -> dict[str, Any]:
+        raise EngineError("the engine is gone")

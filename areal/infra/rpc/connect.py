@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any
 
 from areal.api.errors import ArealError, ProcessDied
+from areal.infra.heartbeat import start_beating
 from areal.infra.rpc.channel import MAX_FRAME_BYTES, Channel, ChannelClosed, Handler
 from areal.infra.rpc.wire import Wire
 from areal.infra.scheduler.base import Placement
@@ -209,7 +210,8 @@ async def connect_to_driver(
     wire: Wire,
     timeout_seconds: float = 60.0,
 ) -> Channel:
-    """The process's end: a channel to the driver. When it closes, the process should end."""
+    """The process's end: a channel to the driver, and signs of life. When it closes, the process should end."""
+    start_beating()
     address = os.environ.get(ADDRESS_VARIABLE)
     secret = b"" if address is None else _read_secret()
     if address is None or not secret:

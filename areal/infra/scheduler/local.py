@@ -1,5 +1,6 @@
 """Processes on this machine. Each leads a session of its own, so that a process and its descendants end together.
 
+A process that is frozen is killed: one that has ended can be noticed and replaced, one that hangs holds up everything.
 When a process ends, what is left of its group is killed; when the driver ends, however that comes about, the guardian
 kills every group and removes the scratch directories. A descendant that makes a session of its own is out of reach of
 both.
@@ -21,6 +22,7 @@ from typing import BinaryIO
 
 from areal.api.errors import ProcessDied
 from areal.config.keys import ADMIN_KEY_VARIABLE
+from areal.infra.heartbeat import Heartbeat
 from areal.infra.scheduler import guardian
 from areal.infra.scheduler.base import Command
 from areal.utils.net import bypass_proxies
@@ -42,16 +44,22 @@ class LocalScheduler:
 
     async def start(self, command: Command) -> "LocalPlacement":
         guardian = self._guardian = self._guardian or _Guardian()
-        with _open_log(command.log_path) as log, _filled_pipe(command.secret) as stdin:
-            process = await asyncio.create_subprocess_exec(
-                *command.argv,
-                stdin=stdin,
-                stdout=log,
-                stderr=log,
-                env=_child_environment(os.environ) | command.env,
-                start_new_session=True,
-            )
-        placement = LocalPlacement(command, process, guardian)
+        heartbeat = Heartbeat(command.heartbeat_seconds)
+        try:
+            with _open_log(command.log_path) as log, _filled_pipe(command.secret) as stdin:
+                process = await asyncio.create_subprocess_exec(
+                    *command.argv,
+                    stdin=stdin,
+                    stdout=log,
+                    stderr=log,
+                    env=_child_environment(os.environ) | command.env | heartbeat.env,
+                    pass_fds=[heartbeat.inherited],
+                    start_new_session=True,
+                )
+        except BaseException:
+            heartbeat.close()
+            raise
+        placement = LocalPlacement(command, process, guardian, heartbeat)
         self._placements.append(placement)
         guardian.watch(placement.pid)
         return placement
@@ -78,12 +86,16 @@ class LocalScheduler:
 class LocalPlacement:
     """A process of this machine, until it has ended and been reaped."""
 
-    def __init__(self, command: Command, process: Process, guardian: "_Guardian") -> None:
+    def __init__(self, command: Command, process: Process, guardian: "_Guardian", heartbeat: Heartbeat) -> None:
         self.name = command.name
         self.pid = process.pid
         self.log_path = command.log_path
         self._process = process
         self._guardian = guardian
+        self._heartbeat = heartbeat
+        self._frozen = ""
+        """Why it was killed as frozen; empty = it was not."""
+        heartbeat.watch(self.pid, self._kill_frozen)
         self._end = asyncio.get_running_loop().create_task(self._until_end(), name=f"wait for {command.name}")
 
     @property
@@ -97,10 +109,12 @@ class LocalPlacement:
         who = f"{self.name} (pid {self.pid})"
         if self.returncode is None:
             return f"{who} is running"
+        last = _last_line(self.log_path) if self.returncode else ""
         if self.returncode < 0:
             names = {known.value: f" ({known.name})" for known in signal.Signals}  # real-time signals have none
-            return f"{who} was killed by signal {-self.returncode}{names.get(-self.returncode, '')}"
-        last = _last_line(self.log_path) if self.returncode else ""
+            killed = f"was killed by signal {-self.returncode}{names.get(-self.returncode, '')}"
+            how = f"was frozen ({self._frozen}), so it was killed" if self._frozen else killed
+            return f"{who} {how}" + (f"; its log {self.log_path} ends with: {last}" if last else "")
         return f"{who} exited with code {self.returncode}" + (f": {last} (log: {self.log_path})" if last else "")
 
     async def stop(self, grace_seconds: float = 5.0) -> None:
@@ -114,9 +128,14 @@ class LocalPlacement:
 
     async def _until_end(self) -> int:
         returncode = await self._process.wait()
+        self._heartbeat.close()
         self._signal_group(signal.SIGKILL)
         self._guardian.release(self.pid)
         return returncode
+
+    def _kill_frozen(self, why: str) -> None:
+        self._frozen = why
+        self._signal_group(signal.SIGKILL)
 
     def _signal_group(self, sign: signal.Signals) -> None:
         with suppress(ProcessLookupError):  # the whole group has ended
