@@ -21,7 +21,7 @@ from areal.trajectory.rewards import discounted_returns
 from realhf.api.core.agent_api import SequenceSample
 
 PER_TOKEN = {"packed_input_ids": 0, "prompt_mask": 0, "loss_mask": 0, "packed_logprobs": -1}
-"""Keys with an entry per token, and how many more a sequence has of them than it has tokens."""
+"""Keys with an entry per token: entries per sequence minus its tokens (log-probs: -1)."""
 PER_SEQUENCE = ("rewards", "returns", "seq_no_eos_mask", "version_start", "version_end")
 IGNORED = ("packed_prompts", "birth_time", "task_ids")
 """Keys that may be there and are not read."""

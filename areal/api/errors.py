@@ -18,7 +18,7 @@ ArealError
 └── EpisodeRejected             one episode yields no sample; carries its reason
     ├── AgentFailed             the agent's own code raised
     ├── EpisodeTimeout          it took longer than allowed
-    ├── RewardInvalid           the reward is no finite number, or names no completion
+    ├── RewardInvalid           the reward is not a finite number, or names no completion
     ├── RewardTimeout           the reward function was killed at its deadline
     └── NoInteractions          the agent never called the model
 """

@@ -24,6 +24,7 @@ from areal.trajectory import Renderer, Tree
 from areal.trajectory.answer import read_answer
 from areal.trajectory.message import Message
 from areal.trajectory.tree import Completion
+from areal.utils.shorten import first_line
 
 PROMPT = "you> "
 MAX_ANSWER_TOKENS = 512
@@ -101,8 +102,9 @@ def _renderer(directory: Path) -> Renderer:
     try:
         return Renderer(load_hf_tokenizer(directory))
     except (OSError, ValueError) as error:  # transformers raises either for files that are missing or broken
-        reason = str(error).strip().split("\n")[0]
-        raise ModelError(f"no tokenizer in {str(directory)!r}: {reason}; save the model's own there") from error
+        raise ModelError(
+            f"no tokenizer in {str(directory)!r}: {first_line(error)}; save the model's own there"
+        ) from error
 
 
 def _talk(chat: Chat, runner: asyncio.Runner, in_terminal: bool) -> None:

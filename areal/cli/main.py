@@ -1,8 +1,8 @@
-"""The `areal` command line: which verbs there are, what each takes, and how a program of ours ends.
+"""The `areal` command line: which verbs there are, what each takes, and how a program ends.
 
 A verb's work is `run(args) -> int` in `areal/cli/VERB.py` or `areal/cli/VERB/`, imported only when the verb is called,
 so that help answers at once and loads no torch. An error meant for the user ends as one line and code 2, Ctrl-C as 130;
-any other exception is a fault of ours and keeps its traceback.
+any other exception is a bug and keeps its traceback.
 """
 
 import argparse
@@ -61,7 +61,7 @@ def _parse_verb(words: list[str]) -> str:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("--version", action="version", version=f"areal {__version__}")
-    parser.add_argument("verb", choices=VERBS, metavar="VERB", help=" or ".join(VERBS))
+    parser.add_argument("verb", choices=VERBS, metavar="VERB", help="one of the verbs below")
     name: str = parser.parse_args(words).verb
     return name
 
@@ -69,7 +69,9 @@ def _parse_verb(words: list[str]) -> str:
 def _verb_parser(name: str) -> argparse.ArgumentParser:
     verb = VERBS[name]
     parser = argparse.ArgumentParser(
-        prog=f"areal {name}", description=f"{verb.summary.capitalize()}.", epilog=f"example: {verb.example}"
+        prog=f"areal {name}",
+        description=f"{verb.summary[0].upper()}{verb.summary[1:]}.",
+        epilog=f"example: {verb.example}",
     )
     verb.declare(parser)
     return parser
@@ -119,7 +121,7 @@ def _declare_simulate(parser: argparse.ArgumentParser) -> None:
 
 def _declare_new(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("kind", choices=("workflow", "agent"), help="an episode in tokens, or over HTTP")
-    parser.add_argument("name", metavar="NAME", help="the name of its module: small letters, digits and _")
+    parser.add_argument("name", metavar="NAME", help="the name of its module: lowercase letters, digits and _")
     parser.add_argument(
         "--into", metavar="DIR", help="the package to write to; by default areal/workflow in a checkout, else here"
     )
@@ -127,13 +129,28 @@ def _declare_new(parser: argparse.ArgumentParser) -> None:
 
 
 def _declare_check(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("workflow", metavar="WORKFLOW", help="its import string: my_module.MyAgent")
-    parser.add_argument("arguments", nargs="*", default=[], metavar="NAME=VALUE", help="an argument of its constructor")
-    parser.add_argument("--data", default="builtin:sort-digits", metavar="FILE", help="tasks: .jsonl, or builtin:NAME")
     parser.add_argument(
-        "--engine", choices=("builtin", "fake"), default="builtin", help="a small model, or random tokens"
+        "workflow", metavar="WORKFLOW", help="import string of a workflow or an agent: my_module.MyAgent"
     )
-    parser.add_argument("--mode", choices=("any", "inline", "subproc"), default="any", help="where agents run")
+    parser.add_argument("arguments", nargs="*", default=[], metavar="NAME=VALUE", help="an argument of the constructor")
+    parser.add_argument(
+        "--data",
+        default="builtin:sort-digits",
+        metavar="TASKS",
+        help="a .jsonl or .parquet file, a directory of them, or builtin:NAME (default: builtin:sort-digits)",
+    )
+    parser.add_argument(
+        "--engine",
+        choices=("builtin", "fake"),
+        default="builtin",
+        help="what answers: a small model, or random tokens (default: builtin)",
+    )
+    parser.add_argument(
+        "--mode",
+        choices=("any", "inline", "subproc"),
+        default="any",
+        help="where an agent runs: inline = in this process, subproc = in others, any = both in turn (default: any)",
+    )
     parser.add_argument("--n", type=int, default=32, help="episodes at once (32)")
     parser.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="for each episode (60)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
@@ -156,7 +173,7 @@ VERBS = {
         imports_user_code=True,
     ),
     "serve": Verb(
-        "serve a model to any client of OpenAI's or Anthropic's wire",
+        "serve a model to OpenAI- or Anthropic-compatible clients",
         _declare_serve,
         "areal serve --model builtin:tiny-math --port 8000 --api-key KEY",
     ),

@@ -2,7 +2,7 @@
 
 The key has one session, open as long as the server. It keeps what recent conversations need and forgets older ones.
 Listens on loopback by default; beyond loopback only with a key that the user chose. Ctrl-C and SIGTERM end it with
-code 0; an engine that has failed for good ends it with the cause.
+code 0; an engine that has failed permanently ends it with the cause.
 """
 
 import argparse

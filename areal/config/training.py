@@ -163,8 +163,8 @@ class SchedulerConfig:
     threads: int | None = None
     """Threads that the engine and the trainer each compute with; None = the machine's cores are shared out."""
     heartbeat_seconds: float | None = 10.0
-    """An engine or a rollout worker that gives no sign of life for this many seconds, and does not compute, is frozen:
-    it is killed and treated as dead. Code that blocks a worker's event loop does not count. None = never, for a
+    """An engine or a rollout worker that sends no heartbeat for this many seconds, and does not compute, is frozen: it
+    is killed and treated as dead. Code that blocks a worker's event loop does not count. None = never, for a
     debugger."""
 
     def __post_init__(self) -> None:

@@ -20,6 +20,7 @@ from areal.engine.model.decoder import Decoder
 from areal.engine.model.weights import load_weights
 from areal.engine.training.engine import TrainableModel
 from areal.engine.training.packing import PackedDecoder
+from areal.utils.shorten import first_line
 
 BUILTIN: dict[str, Callable[[Callable[[str], None]], Path]] = {
     "tiny-math": TINY_MATH.cached,
@@ -53,9 +54,8 @@ def _download(model_id: str) -> Path:
             snapshot_download(model_id, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"])
         )
     except (OSError, ValueError) as error:  # the hub's errors are of both kinds
-        reason = str(error).strip().split("\n")[0]
         raise ModelError(
-            f"no directory {model_id!r} here, and it cannot be downloaded from the model hub: {reason}"
+            f"no directory {model_id!r} here, and it cannot be downloaded from the model hub: {first_line(error)}"
         ) from None
 
 

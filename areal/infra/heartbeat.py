@@ -1,8 +1,8 @@
 """Whether a process still lives, as distinct from being busy: a thread in it writes a byte a second to a pipe.
 
 The thread is not the event loop, so code that blocks the loop for long does not silence it (`stalls.py` names that).
-A process that is stopped (SIGSTOP), or whose interpreter is locked for good, is silent. Code that computes without
-letting other threads run is silent too, but uses the processor: that is no freeze.
+A process that is stopped (SIGSTOP), or whose interpreter is deadlocked, is silent. Code that computes without letting
+other threads run is silent too, but uses the processor: that is not a freeze.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ _STOPPED = "Tt"
 
 
 def start_beating() -> None:
-    """In the process: give signs of life, if whoever started it wants any."""
+    """In the process: send heartbeats if the parent asked for them."""
     pipe = os.environ.pop(VARIABLE, None)
     if pipe is not None:
         os.set_inheritable(int(pipe), False)
@@ -38,7 +38,7 @@ def _beat(pipe: int) -> None:
 
 
 class Heartbeat:
-    """At the driver: notices that a process has been silent for `seconds`, once it has given its first sign of life."""
+    """At the driver: notices that a process has been silent for `seconds`, once it has sent its first heartbeat."""
 
     def __init__(self, seconds: float | None) -> None:
         """None = it may be silent for ever."""
@@ -46,7 +46,7 @@ class Heartbeat:
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._busy_at: int | None = None
-        """The processor time that it had used when it was found silent; None since its last sign of life."""
+        """The processor time that it had used when it was found silent; None since its last heartbeat."""
         ours, theirs = os.pipe()
         self._ours, self._theirs = FileIO(ours, "rb"), FileIO(theirs, "wb")
 

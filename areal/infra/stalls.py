@@ -36,7 +36,7 @@ INTERRUPT = signal.SIGUSR2
 
 PACKAGE = Path(__file__).parents[1]
 WORKFLOWS = f"{PACKAGE / 'workflow'}{os.sep}"
-"""The one package of ours whose code counts as a user's: episodes are written there."""
+"""The one part of this package whose code counts as a user's: episodes are written there."""
 LIBRARIES = tuple(f"{path}{os.sep}" for path in (PACKAGE, *map(sysconfig.get_path, ("stdlib", "platstdlib"))))
 INSTALLED = ("site-packages", "dist-packages")
 """Directories that hold installed packages, whatever environment they belong to."""
@@ -67,7 +67,8 @@ class StallWatch:
         entries: Collection[CodeType] = (),
     ) -> None:
         """`on_begin` and `on_end` are called in the watching thread. `limit_seconds`: when `LoopBlocked` is raised;
-        None = never. `entries` are functions of ours that call user code, which may be installed like a library."""
+        None = never. `entries` are functions of this package that call user code, which may be installed like a
+        library."""
         self._seconds = seconds
         self._limit_seconds = limit_seconds
         self._period = seconds / LOOKS_PER_STALL

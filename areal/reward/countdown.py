@@ -54,7 +54,7 @@ def _evaluate(tokens: list[str]) -> Fraction:
 
 
 def _sum(token: str, rest: Iterator[str]) -> tuple[Fraction, str]:
-    """The value of a sum that begins with `token`, and the first token after it; the others do likewise."""
+    """The value of a sum that begins with `token`, and the first token after it; `_product` and `_factor` too."""
     value, token = _product(token, rest)
     while token in ("+", "-"):
         sign = 1 if token == "+" else -1

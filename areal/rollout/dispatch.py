@@ -43,8 +43,8 @@ class Dispatch:
                 raise
             raise WorkflowError(
                 f"rollout worker {index} gave no answer for {self._group_seconds:g} s, longer than its episodes may "
-                "take; a workflow that blocks its event loop (time.sleep, a synchronous request) does that, and "
-                "its log then names the line"
+                "take; usually the workflow blocks its event loop (time.sleep, a synchronous request), and the "
+                "worker's log names the line"
             ) from None
         finally:
             self._load[index] -= task.n_samples

@@ -126,8 +126,8 @@ def _resolved(spec: WorkflowSpec) -> Any:
         )
     if spec.kwargs and not inspect.isclass(target):
         raise WorkflowError(
-            f"workflow_kwargs are constructor arguments, but {name_of(target)} is no class; pass its class or leave "
-            f"out {', '.join(spec.kwargs)}"
+            f"workflow_kwargs are constructor arguments, but {name_of(target)} is not a class; pass its class or "
+            f"leave out {', '.join(spec.kwargs)}"
         )
     return target
 

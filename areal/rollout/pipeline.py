@@ -275,7 +275,7 @@ class Rejections:
         self.counts[rejection.reason] += 1
         self.idle[rejection.reason] += 1
         self._latest = rejection
-        # A stale episode is no fault that a user could look for in a log.
+        # A stale episode is not a fault that a user could look for in a log.
         if self.counts[rejection.reason] <= LOGGED_PER_REASON and rejection.reason is not RejectReason.STALE:
             text = f"{rejection.detail}\n{rejection.trace}".rstrip()
             logger.warning("%srejected (%s): %s", self._label, rejection.reason, text)

@@ -54,7 +54,7 @@ class Prediction:
     engine_requests: float
     """Requests at an engine, mean over time and engines."""
     staleness: dict[int, int]
-    """How many episodes were trained so many versions after their oldest token was sampled."""
+    """Episodes by staleness in versions: from an episode's oldest token to the step that trained it."""
     expired: int
     """Episodes that became too old to be trained."""
 

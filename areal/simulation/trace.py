@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from areal.api.errors import TraceError
+from areal.utils.shorten import shown
 
 T = TypeVar("T")
 
@@ -147,7 +148,7 @@ RecordedCall = tuple[float, float, int]
 def record(run: str | Path) -> Trace:
     """The trace of a finished run: its episodes as they were, and how fast its parts turned out to be.
 
-    Raises TraceError if `run` is not the directory of one.
+    Raises TraceError if `run` is not the directory of one, or if a line of its files is damaged.
     """
     place = Path(run)
     try:
@@ -170,9 +171,15 @@ def record(run: str | Path) -> Trace:
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open(encoding="utf-8") as lines:
-        for line in lines:
-            yield json.loads(line)
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                row = json.loads(line)
+            except ValueError:  # also for bytes that are not UTF-8
+                row = None
+            if not isinstance(row, dict):
+                raise TraceError(f"line {number} of {path} must be a JSON object, got {shown(line, 80)}; remove it")
+            yield row
 
 
 def _recorded_turns(calls: Sequence[RecordedCall]) -> list[Turn]:

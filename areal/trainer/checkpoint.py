@@ -1,7 +1,7 @@
 """A checkpoint is a directory with a Hugging Face model, its tokenizer and the trainer's state. It is never partial.
 
-Its manifest lists the size and checksum of every file, so that what a disk or a hand has damaged since is found before
-it is loaded. Checkpoints without one, from before there were manifests, are loaded if they can be read.
+Its manifest lists the size and checksum of every file, so that later damage is found before it is loaded. Checkpoints
+without one, from before there were manifests, are loaded if they can be read.
 """
 
 import json
@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 
 from areal.api.errors import ArealError
 from areal.engine.training.engine import TrainingEngine
+from areal.utils.shorten import first_line
 
 STATE_FILE = "trainer.pt"
 MANIFEST_FILE = "manifest.json"
@@ -45,20 +46,20 @@ def save_checkpoint(directory: Path, engine: TrainingEngine, tokenizer: Any, sta
         _sync(directory.parent)
     except (OSError, SafetensorError, RuntimeError) as error:  # torch and safetensors raise their own on a full disk
         shutil.rmtree(temporary, ignore_errors=True)
-        reason = str(error).split("\n")[0]
         raise ArealError(
-            f"the checkpoint {directory} cannot be written: {reason}; the older ones are intact"
+            f"the checkpoint {directory} cannot be written: {first_line(error)}; the older ones are intact"
         ) from error
 
 
 def load_checkpoint(directory: Path, engine: TrainingEngine) -> dict[str, Any]:
     """Restore the engine; returns the trainer's state. Raises DamagedCheckpoint if it is not what was saved."""
-    if _check(directory):
+    if _has_manifest(directory):
+        _check_files(directory)
         return _load(directory, engine)
     try:
         return _load(directory, engine)
     except (ArealError, *UNREADABLE) as error:  # without a manifest, only loading shows the damage
-        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+        reason = first_line(error) or type(error).__name__
         raise DamagedCheckpoint(f"it cannot be read: {reason}") from error
 
 
@@ -95,13 +96,14 @@ def _write(directory: Path, engine: TrainingEngine, tokenizer: Any, state: dict[
         _sync(path)
 
 
-def _check(directory: Path) -> bool:
-    """Whether there is a manifest. Raises DamagedCheckpoint if the files are not those that it lists."""
-    path = directory / MANIFEST_FILE
-    if not path.exists():
-        return False
+def _has_manifest(directory: Path) -> bool:
+    return (directory / MANIFEST_FILE).exists()
+
+
+def _check_files(directory: Path) -> None:
+    """Raises DamagedCheckpoint if the files are not those that the manifest lists."""
     try:
-        files = json.loads(path.read_text(encoding="utf-8"))["files"]
+        files = json.loads((directory / MANIFEST_FILE).read_text(encoding="utf-8"))["files"]
         expected = {name: (int(each["bytes"]), str(each["crc32"])) for name, each in files.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise DamagedCheckpoint(f"{MANIFEST_FILE} cannot be read") from None
@@ -114,7 +116,6 @@ def _check(directory: Path) -> bool:
                 raise DamagedCheckpoint(f"the bytes of {name} have changed since it was saved")
         except OSError as error:
             raise DamagedCheckpoint(f"{name} cannot be read: {error.strerror}") from error
-    return True
 
 
 def _load(directory: Path, engine: TrainingEngine) -> dict[str, Any]:
@@ -133,7 +134,7 @@ def _set_aside(directory: Path, why: DamagedCheckpoint, used: str) -> str:
 
 
 def _crc32(path: Path) -> str:
-    """For accidents, not for forgers: a disk is much slower than this, so saving takes hardly longer."""
+    """Detects corruption, not tampering. A disk is much slower than this, so saving takes hardly longer."""
     value = 0
     with path.open("rb") as file:
         while block := file.read(READ_BYTES):

@@ -2,8 +2,8 @@
 
 Every task is one observation, however many episodes it has: those of one task are not independent. A success rate has a
 Wilson interval and counts a rejected episode as a failure. Any other reward has a bootstrap interval over tasks and
-leaves rejected episodes out, because nobody knows what they would have earned. Before and after are compared task by
-task: for success rates by Newcombe's paired interval from the two Wilson intervals, otherwise by the bootstrap.
+leaves rejected episodes out, because their reward is unknown. Before and after are compared task by task: for
+success rates by Newcombe's paired interval from the two Wilson intervals, otherwise by the bootstrap.
 """
 
 import math

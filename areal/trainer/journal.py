@@ -31,7 +31,7 @@ BEFORE, DURING, AFTER = "before", "during", "after"
 """When an evaluation is made: before the first step, between two, after the last."""
 
 RATE_STEPS = 10
-"""Tokens per second are taken over so many steps: one step alone is a burst or a pause."""
+"""Tokens per second are taken over this many steps, because single steps are bursty."""
 
 logger = getLogger("trainer")
 
@@ -158,7 +158,7 @@ def _read_evaluations(path: Path) -> dict[str, Evaluation]:
         known = json.loads(path.read_text(encoding="utf-8"))
         return {str(key): build(Evaluation, each, f"{key}.") for key, each in known.items()}
     except (ValueError, AttributeError, TypeError, ArealError):
-        logger.warning("%s is damaged; what was measured before the first step is not known any more", path)
+        logger.warning("%s is damaged; the baseline evaluation is lost", path)
         return {}
 
 

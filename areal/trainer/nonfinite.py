@@ -1,7 +1,7 @@
 """What a run does with an update whose loss or gradient is not a finite number: `actor.on_nonfinite`.
 
-The engine has changed nothing when it reports one. `stop` saves the batch for whoever looks for the cause and ends the
-run with an error, upon which the run writes its checkpoint; `skip` leaves the update out and counts it.
+The engine has changed nothing when it reports one. `stop` saves the batch for debugging, writes a checkpoint
+(the run does, as at every error) and ends the run; `skip` leaves the update out and counts it.
 """
 
 from pathlib import Path

@@ -80,7 +80,7 @@ class RunDirectory(Closing):
         return self.path / "checkpoints" / f"step-{step:06d}"
 
     def checkpoints(self) -> list[Path]:
-        """Complete ones, oldest first; other names beside them are none of ours."""
+        """Complete ones, oldest first; other directories are ignored."""
         found = (self.path / "checkpoints").glob("step-*")
         ours = {int(path.name[5:]): path for path in found if CHECKPOINT_NAME.fullmatch(path.name) and path.is_dir()}
         return [ours[step] for step in sorted(ours)]

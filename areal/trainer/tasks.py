@@ -56,13 +56,13 @@ def _content(task: dict[str, Any]) -> bytes:
     options = orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
     try:
         return orjson.dumps(task, default=_plain, option=options)
-    except TypeError:  # a number beyond 64 bits, a broken surrogate, a key that is no plain value
+    except TypeError:  # a number beyond 64 bits, a broken surrogate, a key that is not a plain value
         in_order = dict(sorted(task.items(), key=lambda item: str(item[0])))
         return json.dumps(in_order, default=_plain, skipkeys=True).encode()
 
 
 def _plain(value: Any) -> Any:
-    """What stands for a value that JSON cannot say: the bytes of images and arrays, else no more than its type."""
+    """A stand-in for a value JSON cannot express: a hash of its bytes, a set's items, else its type's name."""
     name = type(value).__qualname__
     if isinstance(value, bytes | bytearray | memoryview):
         return [name, hashlib.blake2b(value, digest_size=8).hexdigest()]

@@ -42,7 +42,7 @@ def transcript(tree: Tree) -> list[Message]:
     """The longest conversation, of equally long ones the latest.
 
     Images are described, and answers that were rewarded have a `reward`.
-    ."""
+    """
     if not tree.completions:
         return []
     lengths: list[int] = []

@@ -60,7 +60,7 @@ class ImageProcessor:
     def encode(self, text: str, images: Sequence[Image]) -> list[int]:
         """Raises RequestError for an image that is broken, or that the processor refuses."""
         key = (text, tuple(image.digest for image in images))
-        with self._lock:  # held while processing: whoever asks for the same meanwhile finds it done
+        with self._lock:  # held while processing: concurrent callers wait for this result
             ids = self._ids.get(key)
             if ids is None:
                 ids = self._process(text, images)

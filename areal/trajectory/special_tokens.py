@@ -77,7 +77,7 @@ class SpecialTokens:
         return ids
 
     def _encode(self, text: str) -> tuple[list[int], bool]:
-        """Its ids, and whether text became a reserved token nevertheless."""
+        """Its ids, and whether text became a reserved token anyway."""
         if self._twin is None:
             self._twin = self._make_twin()
         twin, known = self._twin

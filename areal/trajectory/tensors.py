@@ -160,7 +160,7 @@ def _number_faults(key: str, array: Array) -> list[str]:
 
 
 def _without_padding(ids: Array, arrays: dict[str, Array]) -> Array:
-    """Whatever stands in the padding is not read."""
+    """Padding is ignored."""
     attention = arrays.get("attention_mask")
     return ids if attention is None or attention.shape != ids.shape else ids[attention != 0]
 

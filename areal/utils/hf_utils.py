@@ -5,6 +5,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from areal.utils.shorten import first_line
+
 PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 """Class names of tokenizers that are nothing but their tokenizer.json, which can be loaded without torch."""
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
@@ -41,7 +43,7 @@ def load_hf_processor(path: str | Path) -> Any:
         processor = AutoProcessor.from_pretrained(str(path))
     except Exception as error:  # a missing package comes as whatever the processor's authors let through
         raise ValueError(
-            f"the processor in {path} cannot be loaded: {type(error).__name__}: {_first_line(error)}; install what it "
+            f"the processor in {path} cannot be loaded: {type(error).__name__}: {first_line(error)}; install what it "
             f"names (processors for video need torchvision), or remove {' and '.join(PROCESSOR_FILES)} to go without "
             "images"
         ) from error
@@ -54,10 +56,6 @@ def load_hf_processor(path: str | Path) -> Any:
 def _listing_ids(tokenizer: Any) -> Any:
     tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, return_dict=False)
     return tokenizer
-
-
-def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), "")
 
 
 def _class_name(directory: Path) -> str:

@@ -16,5 +16,10 @@ def shown(value: Any, most: int = SHOWN_CHARACTERS) -> str:
     return shortened(text, most)
 
 
+def first_line(error: BaseException) -> str:
+    """What an error says, without the lines that some libraries add; empty if it says nothing."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+
+
 def shortened(text: str, most: int = SHOWN_CHARACTERS) -> str:
     return text if len(text) <= most else text[:most] + "…"

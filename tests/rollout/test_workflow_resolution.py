@@ -149,7 +149,7 @@ def test_workflow_kwargs_are_constructor_arguments():
 
 
 def test_workflow_kwargs_for_something_already_made_are_refused():
-    with pytest.raises(WorkflowError, match=r"constructor arguments, but .*Agent is no class.*leave out size"):
+    with pytest.raises(WorkflowError, match=r"constructor arguments, but .*Agent is not a class.*leave out size"):
         check(WorkflowSpec(Agent(), {"size": 9}))
 
 

@@ -45,6 +45,16 @@ def test_speeds_are_those_of_the_run(tmp_path: Path) -> None:
     assert trace.trainer.tokens_per_second == pytest.approx(50.0)
 
 
+@pytest.mark.parametrize("name", ["rollouts.jsonl", "metrics.jsonl"])
+@pytest.mark.parametrize("line", [b'{"turns": [[0.5, 1', b"\xff\xfe", b"[]", b""])
+def test_damaged_line_is_named_with_its_file(tmp_path: Path, name: str, line: bytes) -> None:
+    file = write_run(tmp_path, [[(0.5, 1.5, 10)]], 2.0) / name
+    whole = file.read_bytes()
+    file.write_bytes(whole + line + b"\n")
+    with pytest.raises(TraceError, match=f"line {len(whole.splitlines()) + 1} of .*{name} must be a JSON object"):
+        record(tmp_path)
+
+
 def test_directory_that_is_no_finished_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="not the directory of a finished run"):
         record(tmp_path)

@@ -136,7 +136,7 @@ def test_a_damaged_evaluation_is_left_out_in_one_line(
         journal.evaluation(6, AFTER, SUCCESS, greedy=False)
         assert "verdict" not in journal.summary()
     (line,) = [line for line in caplog.messages if " damaged" in line]
-    assert line.endswith("held_out.json is damaged; what was measured before the first step is not known any more")
+    assert line.endswith("held_out.json is damaged; the baseline evaluation is lost")
     run.close()
 
 

@@ -205,7 +205,7 @@ def _count_tree(played: PlayedEpisodes, tree: Tree) -> None:
     played.completions += len(nodes)
     played.rewarded += sum(node.reward is not None for node in nodes)
     played.rewrites += tree.rewrites
-    # Every completion continues a completion or begins a conversation; the first to do so is no fork.
+    # Every completion continues a completion or begins a conversation; the first to do so is not a fork.
     played.forks += len(nodes) - len({node.parent for node in nodes})
 
 

@@ -114,7 +114,9 @@ def _check_name(name: str) -> None:
     if keyword.iskeyword(name) or not re.fullmatch(r"[a-z][a-z0-9_]*", name):
         near = re.sub(r"\W+", "_", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)).lower().strip("_")
         offer = f"; try {near}" if near != name and re.fullmatch(r"[a-z][a-z0-9_]*", near) else ""
-        raise ConfigError(f"a name must be a module's: small letters, digits and _, not a keyword, got {name!r}{offer}")
+        raise ConfigError(
+            f"a name must be a module's: lowercase letters, digits and _, not a keyword, got {name!r}{offer}"
+        )
 
 
 def _check_shadow(top: str, root: Path) -> None:

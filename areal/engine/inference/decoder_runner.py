@@ -30,7 +30,7 @@ SMALLEST_CHUNK = 256
 ONE_THREAD_FLOPS = 1e8
 """Steps smaller than this lose more by waking other threads than these can save."""
 MEMORY_THREADS = 2
-"""So few threads read memory no faster than one, and a single token costs little but reading the weights."""
+"""Up to this many threads read memory no faster than one, and a single token costs little but reading the weights."""
 SHORTEST_PREFIX = 64
 """Tokens: looking for a shorter prefix costs more than computing it again."""
 PREFIX_MEMORY_SHARE = 0.1

@@ -12,8 +12,8 @@ Invariants:
 - After a weight swap running sequences join again: their tokens are recomputed under the new weights before the next
   one is drawn, so a token's log-prob is exactly that of the version recorded with it.
 - A failure costs the request that caused it. After a step that failed for all, everything is computed again in an empty
-  cache, and those that joined in that step join one at a time: who makes a step fail alone is at fault. The engine
-  itself is at fault, and ends, when it cannot compute a single token any more.
+  cache, and those that joined in that step join one at a time: a request that fails alone is to blame. The
+  engine itself is to blame, and ends, when it cannot compute a single token any more.
 """
 
 import asyncio
@@ -59,7 +59,7 @@ class EmbeddedEngine:
         """`tokenizer` is needed for stop texts and grammars only."""
         self.tokens_generated = 0
         self.failure: str | None = None
-        """Why the engine has failed for good; None while it has not."""
+        """Why the engine has failed permanently; None while it has not."""
         self.on_failure: Callable[[], None] = lambda: None
         """Called when it has."""
         self._runner = runner

@@ -1,7 +1,7 @@
 """Keys and values of token sequences that may begin a later prompt: conversations, shared prompts.
 
 A radix tree: nodes are runs of tokens, so a prefix that several sequences share is stored once. The least recently used
-leaves are dropped when the budget is spent. It knows nothing of weights: whoever changes them calls `clear`.
+leaves are dropped when the budget is spent. It knows nothing of weights: call `clear` when they change.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,8 @@
 """The embedded engine as a process of its own: `python -m areal.engine.inference.server MODEL [DTYPE [SOCKET_DIR]]`.
 
 It connects to the driver, serves rollout workers on a Unix socket whose address it sends there, and exits, leaving no
-files, when the driver hangs up or on SIGTERM. An engine that has failed for good serves nobody: then the process ends
-with code 1 and the cause as its last line, which the driver reports.
+files, when the driver hangs up or on SIGTERM. An engine that has failed permanently serves no requests: the process
+then ends with code 1 and the cause as its last line, which the driver reports.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ def load_engine(directory: Path, dtype: str = "float32") -> EmbeddedEngine:
 
 
 async def serve_engine(directory: Path, dtype: str = "float32", socket_directory: str | None = None) -> str | None:
-    """Returns why the engine failed; None if it was told to end. Without a directory for its socket it makes one."""
+    """Returns why the engine failed; None if it was asked to stop. Without a directory for its socket it makes one."""
     engine = load_engine(directory, dtype)
     handlers = engine_handlers(engine) | {"cpu_seconds": time.process_time}
     ended = asyncio.Event()

@@ -1,4 +1,4 @@
-"""Figures of a batch that is computed in parts; whoever makes a figure declares how its parts combine."""
+"""Figures of a batch that is computed in parts; each figure declares how its parts combine."""
 
 from collections.abc import Iterable, Mapping
 from enum import Enum, auto

@@ -278,7 +278,7 @@ _NodeRange = tuple[int, int]
 
 
 class _TokenTrie:
-    """Sequences are added in sorted order, so a prefix that one shares with any other it shares with the last."""
+    """Takes sorted sequences: in sorted order the longest shared prefix is always with the previous sequence."""
 
     def __init__(self) -> None:
         self.ids: list[Array] = []

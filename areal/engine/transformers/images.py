@@ -43,7 +43,7 @@ class ImageInputs:
             )
 
     def of(self, images: Images) -> "PreparedImages":
-        """The images of one sequence. Raises RequestError for bytes that are no image."""
+        """The images of one sequence. Raises RequestError for bytes that are not an image."""
         key = _digest(images)
         prepared = self._prepared.get(key)
         if prepared is None:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from areal.api.errors import ModelError, RequestError
 from areal.api.messages import Array
 from areal.engine.transformers.images import ImageInputs, Images
+from areal.utils.shorten import first_line
 
 MAX_LOGITS = 1 << 26
 """Logits held at once; a single sequence may take more."""
@@ -47,7 +48,7 @@ class TransformersModel:
         self.images = ImageInputs(directory, placeholders) if _takes_images(config) else None
 
     def check(self, ids: Sequence[int] | Array, images: Images) -> None:
-        """Raise RequestError for bytes that are no images, or if `ids` do not have their placeholders."""
+        """Raise RequestError for bytes that are not images, or if `ids` do not have their placeholders."""
         if self.images is not None:
             self.images.check(ids, images)
         elif images:
@@ -133,7 +134,7 @@ def _load(directory: Path) -> Any:
         with no_progress_bars():
             module, info = loader.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ModelError(f"transformers cannot load the model in {str(directory)!r}: {_first_line(error)}") from None
+        raise ModelError(f"transformers cannot load the model in {str(directory)!r}: {first_line(error)}") from None
     if missing := sorted(info["missing_keys"]):
         raise ModelError(f"the weights in {str(directory)!r} lack {', '.join(missing[:5])}")
     return module.eval()
@@ -170,7 +171,7 @@ def read_config(directory: Path) -> Any:
     try:
         return AutoConfig.from_pretrained(directory)
     except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"transformers cannot read the model in {str(directory)!r}: {_first_line(error)}") from None
+        raise ModelError(f"transformers cannot read the model in {str(directory)!r}: {first_line(error)}") from None
 
 
 def positions_of(config: Any) -> int:
@@ -200,7 +201,3 @@ def no_progress_bars() -> Iterator[None]:
     finally:
         if drawn:
             logging.enable_progress_bar()
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0]

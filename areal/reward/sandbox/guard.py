@@ -1,4 +1,6 @@
-"""Runs a program under an audit hook, where there are no namespaces. Imports nothing of ours: its text goes to `-c`.
+"""Runs a program under an audit hook, where there are no namespaces.
+
+It imports nothing of this package: its text goes to `-c`.
 
 Arguments: the program's file, then the directories that it may read. It may write below its working directory. Every
 audited action that is not listed here is refused: sockets, processes, signals, ctypes. This stops careless Python code;

@@ -1,4 +1,6 @@
-"""Starts one program inside a sandbox and reports how it ended. Imports nothing of ours: it is run with `-I -S`.
+"""Starts one program inside a sandbox and reports how it ended.
+
+It imports nothing of this package: it is run with `-I -S`.
 
 Where the kernel permits it, the program gets namespaces of its own: no network, no other processes, and a file system
 that holds the Python installation, read-only, and one empty directory. Elsewhere it runs under `guard.py`.

@@ -21,7 +21,7 @@ from areal.trajectory.parsers.base import (
 )
 
 PEEK = 64
-"""Within so many characters of a block it is asked whether it may be one at all."""
+"""`may_begin` is checked only within this many characters of a block's beginning."""
 
 
 @dataclass(frozen=True)

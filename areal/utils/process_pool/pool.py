@@ -130,7 +130,7 @@ class _LoopResults:
         if loop.is_closed():
             return
         self._arrived.append((waiter, done))
-        # Two threads may both find it not due: then it runs once in vain.
+        # Two threads may both find it not due: then it runs once needlessly.
         if not self._due:
             self._due = True
             loop.call_soon_threadsafe(self._deliver)

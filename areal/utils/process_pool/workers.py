@@ -158,7 +158,7 @@ class _WorkerThread(threading.Thread):
     def _serve(self) -> None:
         function = self.calls[0].function
         failure = self._run(function)
-        # Before settling, so that whoever sees a failure finds the pool at its full size.
+        # Before settling, so that the pool is full again when the failure is visible.
         self._replace_child()
         if self._workers.closed:
             failure = PoolClosed(f"{function.name} was running when its process pool was closed")
@@ -166,7 +166,10 @@ class _WorkerThread(threading.Thread):
             self.calls.popleft().settle(error=failure)
 
     def _run(self, function: PackedFunction) -> CallError | None:
-        """Run the calls, settling those that return or raise. What it leaves in `calls` ends with what it returns."""
+        """Run the calls, settling those that return or raise.
+
+        Calls still in `calls` afterwards fail with the returned error.
+        """
         try:
             try:
                 self._run_in_child(function)
@@ -234,7 +237,7 @@ class _WorkerThread(threading.Thread):
             self.calls[0].kill_on_cancel(child)
 
     def _put_back(self, count: int) -> None:
-        """The last so many calls, which have not begun."""
+        """Put the last `count` calls back, which have not begun."""
         if count:
             self._workers.put_back([self.calls.pop() for _ in range(count)][::-1])
 

@@ -47,7 +47,7 @@ def chat_model(extra_kwargs: dict[str, Any], **settings: Any) -> Any:
         model_config_dict=settings,
         token_counter=_rough_counter(),
         async_client=client,
-        client=client,  # never called: one of its own, for synchronous steps, would load certificates in vain
+        client=client,  # never called: one of its own, for synchronous steps, would load certificates needlessly
     )
 
 
