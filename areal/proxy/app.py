@@ -29,10 +29,13 @@ from areal.proxy.online import SessionRoutes
 from areal.proxy.requests import keys_of, parse_object, read_body
 from areal.proxy.retries import Attempt
 from areal.proxy.sessions import Session, Sessions
+from areal.proxy.types import Call
 
 Endpoint = Callable[[Request], Awaitable[ASGIApp]]
 
 HEALTH_SECONDS = 5.0
+LONG_BODY = 1 << 18
+"""Bytes of a body that is parsed in a thread, because it takes tens of milliseconds."""
 PREFIXES = ("/s/{token}/v1", "/v1", "/s/{token}", "", "/s/{token}/v1/v1", "/v1/v1")
 CLIENT_CLOSED_REQUEST = 499
 """For a log only: no one receives it."""
@@ -79,9 +82,17 @@ class App:
     async def _converse(self, dialect: Dialect, request: Request) -> ASGIApp:
         session = self._identify(request)
         raw = await read_body(request, self._limits)
-        call = dialect.parse(parse_object(raw), self._rules)
+        if len(raw) <= LONG_BODY:
+            call = self._parse(dialect, raw)
+        else:
+            call = await self._generation.in_background(self._parse, dialect, raw)
         attempt = Attempt.of(call.id_prefix, raw, request.headers)
         return Delivery(self._generation, dialect, session, call, attempt)
+
+    def _parse(self, dialect: Dialect, raw: bytes) -> Call:
+        call = dialect.parse(parse_object(raw), self._rules)
+        call.size = len(raw)
+        return call
 
     async def _models(self, request: Request) -> Response:
         self._identify(request)

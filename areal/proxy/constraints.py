@@ -11,6 +11,7 @@ variant of Lark's syntax; tool calls are in the model's own syntax, with argumen
 
 import json
 import re
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +38,10 @@ from areal.utils.bounded_cache import BoundedCache
 from areal.utils.shorten import shortened, shown
 
 REMEMBERED_GRAMMARS = 256
+MAX_SCHEMA_BYTES = 1 << 17
+"""Of the tools and the schema of a call whose answer must follow them. Others may be as long as the context allows."""
+LONG_SCHEMAS = 1 << 14
+"""Bytes that take milliseconds to turn into a grammar."""
 
 VALUE_END = f"\n{PARAMETER_END}\n"
 TEXT_LIMITS = ("pattern", "format", "minLength", "maxLength")
@@ -47,7 +52,10 @@ AnswerSchema = tuple[dict[str, Any], bool]
 
 
 class Constraints:
-    """The grammars of one model's requests. An agent repeats its tools in every call, so the latest are kept."""
+    """The grammars of one model's requests. An agent repeats its tools in every call, so the latest are kept.
+
+    Safe to use from several threads.
+    """
 
     def __init__(
         self, answers: AnswerFormat, added_tokens: Mapping[str, int], remembered: int = REMEMBERED_GRAMMARS
@@ -56,19 +64,42 @@ class Constraints:
         self._answers = answers
         self._added_tokens = added_tokens
         self._remembered: BoundedCache[bytes, Grammar | None] = BoundedCache(remembered)
+        self._lock = threading.Lock()
 
     def of(self, call: Call, *, thinking: bool) -> Grammar | None:
         """As `constrain`."""
-        if call.tools is None and call.response_format is None and call.tool_choice == "auto":
+        if not _may_constrain(call):
             return None
-        choice = [call.tool_choice, call.forced_tool, call.parallel_tool_calls, thinking]
-        try:
-            key = orjson.dumps([call.tools, call.response_format, call.format_param, *choice])
-        except orjson.JSONEncodeError as error:
-            raise bad_request(f"a schema is nested too deeply: {error}", constrained_params(call)[0]) from None
-        if key not in self._remembered:
-            self._remembered.put(key, constrain(call, self._answers, self._added_tokens, thinking=thinking))
-        return self._remembered.get(key)
+        key = _key(call, thinking)
+        with self._lock:
+            if key in self._remembered:
+                return self._remembered.get(key)
+        grammar = constrain(call, self._answers, self._added_tokens, thinking=thinking)
+        if len(key) <= MAX_SCHEMA_BYTES:
+            with self._lock:
+                self._remembered.put(key, grammar)
+        return grammar
+
+    def takes_long(self, call: Call, *, thinking: bool) -> bool:
+        """Whether `of` takes milliseconds."""
+        if not _may_constrain(call):
+            return False
+        key = _key(call, thinking)
+        with self._lock:
+            return len(key) > LONG_SCHEMAS and key not in self._remembered
+
+
+def _may_constrain(call: Call) -> bool:
+    return call.tools is not None or call.response_format is not None or call.tool_choice != "auto"
+
+
+def _key(call: Call, thinking: bool) -> bytes:
+    """All that a call's grammar depends on."""
+    choice = [call.tool_choice, call.forced_tool, call.parallel_tool_calls, thinking]
+    try:
+        return orjson.dumps([call.tools, call.response_format, call.format_param, *choice])
+    except orjson.JSONEncodeError as error:
+        raise bad_request(f"a schema is nested too deeply: {error}", constrained_params(call)[0]) from None
 
 
 def constrain(
@@ -91,9 +122,10 @@ def constrained_params(call: Call) -> list[str]:
 def _grammar(call: Call, answers: AnswerFormat, added_tokens: Mapping[str, int], thinking: bool) -> Grammar | None:
     tools = _callable_tools(call)
     must_call = call.tool_choice == "required" or call.forced_tool is not None
-    schema = None if must_call else _answer_schema(call)
-    if not must_call and schema is None and not _constrains_calls(call, answers, tools):
+    if not must_call and call.response_format is None and not _constrains_calls(call, answers, tools):
         return None
+    _require_small([tools, None if must_call else call.response_format], call)
+    schema = None if must_call else _answer_schema(call)
     origin = " or ".join(constrained_params(call))
     if schema is not None and tools and answers.calls.bare:
         schema, tools = _value_or_call(schema, tools, answers.calls), []
@@ -110,6 +142,19 @@ def _grammar(call: Call, answers: AnswerFormat, added_tokens: Mapping[str, int],
         answer = calls.only_calls(parallel=parallel) if must_call else calls.among_text(parallel=parallel)
     start = answer if answers.reasoning is None else f"{_thinking_rule(rules, answers.reasoning, thinking)} {answer}"
     return Grammar("lark", rules.text(start), origin)
+
+
+def _require_small(schemas: list[Any], call: Call) -> None:
+    try:
+        size = len(orjson.dumps(schemas))
+    except orjson.JSONEncodeError as error:
+        raise bad_request(f"a schema is nested too deeply: {error}", constrained_params(call)[0]) from None
+    if size > MAX_SCHEMA_BYTES:
+        raise bad_request(
+            f"the schemas that an answer must follow may have {MAX_SCHEMA_BYTES} bytes, got {size}; offer fewer tools "
+            "or smaller schemas, or demand less of the answer",
+            constrained_params(call)[0],
+        )
 
 
 def _callable_tools(call: Call) -> list[dict[str, Any]]:

@@ -2,28 +2,40 @@
 
 import asyncio
 import itertools
+import math
 import secrets
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
+
+import orjson
 
 from areal.api.engine_api import InferenceEngine
 from areal.api.errors import EngineError
 from areal.api.io_struct import Grammar, ModelRequest, ModelResponse, TokenChunk
 from areal.config.rollout import GenerationHyperparameters
-from areal.proxy.constraints import Constraints, constrained_params
+from areal.proxy.constraints import LONG_SCHEMAS, Constraints, constrained_params
 from areal.proxy.errors import ApiError, bad_request, engine_failed, from_engine, too_long
 from areal.proxy.sessions import Session
 from areal.proxy.streaming import AnswerStream, byte_token_ids
 from areal.proxy.types import Call, Event, Reply
 from areal.trajectory.answer import read_answer
+from areal.trajectory.matching import ConversationCache
 from areal.trajectory.message import ImageCache, Message
 from areal.trajectory.parsers.base import Tools
-from areal.trajectory.rendering import Renderer
-from areal.trajectory.tree import Completion, Prompt, Tree
+from areal.trajectory.rendering import LONG_TEXT, Renderer
+from areal.trajectory.tree import Completion, Draft, Prompt, Tree
+from areal.utils.background import Background
 from areal.utils.shorten import shown
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+LONG_CALL = 1 << 16
+"""Bytes of new messages and tools beyond which it takes tens of milliseconds to read and render them."""
+LONG_CALLS_AT_ONCE = 2
 
 
 @dataclass(frozen=True)
@@ -73,6 +85,7 @@ class Generation:
         self._max_positions = max_positions
         self._timeout_seconds = timeout_seconds
         self._names = _unique_names()
+        self._background = Background(LONG_CALLS_AT_ONCE, "areal long call")
         self._byte_ids = byte_token_ids(renderer.tokenizer)
         added = getattr(renderer.tokenizer, "added_tokens_decoder", {})
         self._constraints = Constraints(renderer.format, {token.content: number for number, token in added.items()})
@@ -114,8 +127,11 @@ class Generation:
             session.tree = Tree(self._renderer)
             session.instructed.clear()
         tree = session.tree
-        prompt = await _prompt(tree, _conversation(session, call), call.tools)
-        grammar = self._constraints.of(call, thinking=prompt.thinking)
+        prompt = await self._prompt(tree, _conversation(session, call), call)
+        if call.size > LONG_SCHEMAS and self._constraints.takes_long(call, thinking=prompt.thinking):
+            grammar = await self.in_background(self._constraints.of, call, thinking=prompt.thinking)
+        else:
+            grammar = self._constraints.of(call, thinking=prompt.thinking)
         gconfig = _sampling(
             session.gconfig,
             call,
@@ -127,6 +143,34 @@ class Generation:
             gconfig = gconfig.new(seed=session.seeds.next(prompt.ids, gconfig.seed))
         model = call.model or self.model_name
         return _PreparedCall(session, tree, call, prompt, gconfig, grammar, next(self._names), model)
+
+    async def _prompt(self, tree: Tree, messages: list[Message], call: Call) -> Prompt:
+        """The call placed in the tree. What would keep the event loop from other calls is done in a thread."""
+        if call.size > LONG_CALL and _weight([tree.unread(messages), call.tools]) > LONG_CALL:
+            conversations = ConversationCache()
+            draft = await self.in_background(self._long_draft, tree, messages, call.tools, conversations)
+            tree.remember(conversations)
+        else:
+            draft = tree.draft(messages, call.tools)
+        if draft.images or len(draft.text) > LONG_TEXT:
+            ids = await self.in_background(tree.encode, draft, self._max_positions)
+        else:
+            ids = tree.encode(draft)
+        return tree.settle(draft, ids)
+
+    def _long_draft(
+        self, tree: Tree, messages: list[Message], tools: Tools | None, conversations: ConversationCache
+    ) -> Draft:
+        self._renderer.require_room(messages, tools, self._max_positions)
+        return tree.draft(messages, tools, conversations)
+
+    async def in_background(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """For what takes long because the call is long. Raises ApiError 503 if it takes longer than a call may."""
+        try:
+            async with asyncio.timeout(self._timeout_seconds):
+                return await self._background.run(work, *args, **kwargs)
+        except TimeoutError:
+            raise engine_failed(f"a long call was not read within {self._timeout_seconds:g} s") from None
 
     async def _whole(self, prepared: _PreparedCall) -> Reply:
         async with asyncio.timeout(self._timeout_seconds):
@@ -250,11 +294,12 @@ def _past(session: Session, response_id: str) -> list[Message]:
     return messages[1:] if response_id in session.instructed else messages
 
 
-async def _prompt(tree: Tree, messages: list[Message], tools: Tools | None) -> Prompt:
-    draft = tree.draft(messages, tools)
-    # Images take too long for the event loop; text alone does not, and skips the thread.
-    ids = await asyncio.to_thread(tree.encode, draft) if draft.images else tree.encode(draft)
-    return tree.settle(draft, ids)
+def _weight(value: Any) -> float:
+    """Bytes of JSON, without images."""
+    try:
+        return len(orjson.dumps(value, default=lambda image: None))
+    except TypeError:  # numbers beyond 64 bits
+        return math.inf
 
 
 def _sampling(

@@ -49,6 +49,8 @@ class Call:
     """End a stream with the usage, if the dialect offers that choice."""
     echo: dict[str, Any] = field(default_factory=dict)
     """What the dialect repeats from the request in its answer."""
+    size: int = 0
+    """Bytes of the request's body."""
 
 
 @dataclass

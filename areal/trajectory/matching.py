@@ -94,6 +94,14 @@ class ConversationCache:
         self._latest = [conversation, *others][:MAX_CACHED]
         return conversation
 
+    def known_length(self, messages: list[Message]) -> int:
+        """How many messages at the beginning were read before."""
+        return max((known.common_length(messages) for known in self._latest), default=0)
+
+    def take(self, other: "ConversationCache") -> None:
+        """Keep what another cache has read."""
+        self._latest = [*other._latest, *self._latest][:MAX_CACHED]
+
 
 def _calls_json(message: Message) -> str:
     return json.dumps(message["tool_calls"], sort_keys=True)  # orjson refuses numbers beyond 64 bits

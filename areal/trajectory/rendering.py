@@ -16,15 +16,20 @@ A turn costs what it adds. How a template renders a message depends on its role,
 the tools and the last question, so the end of a long conversation is rendered without its middle (`_without_middle`).
 Whether a template keeps to that is checked against the whole conversation: at first a few times, then whenever a
 conversation has doubled. One that does not gets whole conversations from then on.
+
+Text that cannot fit the model is refused before it is tokenised (`require_room`, `encode`): a tokenizer takes a second
+and half a gigabyte for a million tokens.
 """
 
+import json
 import re
 import secrets
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from hashlib import blake2b
 from typing import Any, Protocol
 
-from areal.api.errors import ModelError, RequestError
+from areal.api.errors import ContextLengthError, ModelError, RequestError
 from areal.trajectory.images import ImageProcessor
 from areal.trajectory.message import Image, Message, same_words, text_of
 from areal.trajectory.parsers import AnswerFormat, choose
@@ -34,6 +39,10 @@ from areal.utils import logging
 
 WHOLE_UP_TO = 16
 """Conversations of at most so many messages are rendered whole."""
+LONG_TEXT = 8192
+"""Characters beyond which it takes milliseconds to encode a text: call `encode` in a thread."""
+SAMPLE = 1 << 16
+"""Characters that are encoded at a time to find out whether a text fits."""
 FIRST_CHECKS = 8
 """So many of the shortened conversations are rendered whole as well, to compare."""
 
@@ -119,24 +128,58 @@ class Renderer:
         """Whether a rendered prompt, or the end of one, leaves the model inside its thinking."""
         return self.format.reasoning is not None and self.format.reasoning.opened_by(prompt)
 
-    def encode(self, text: str, images: Sequence[Image] = ()) -> list[int]:
-        """Images take time: call it in a thread if there are any. Raises RequestError for a broken one."""
+    def require_room(self, messages: Sequence[Message], tools: Tools | None, positions: int) -> None:
+        """Raises ContextLengthError if the messages take more tokens than that, whatever the tokenizer makes of them.
+
+        A message, a tool and a call take a token at least. No template drops what a system, a user or a tool says.
+        """
+        calls = sum(len(message.get("tool_calls", ())) for message in messages)
+        if (count := len(messages) + len(tools or ()) + calls) > positions:
+            raise _too_long(f"{count} messages, tools and calls, which take a token each at least", positions)
+        if self._longest_token is not None:
+            said = [text_of(message["content"]) for message in messages if message["role"] != "assistant"]
+            size = sum(len(text.strip()) for text in said)
+            if size > positions * self._longest_token:
+                raise _too_long(
+                    f"{size} characters, and no token stands for more than {self._longest_token}", positions
+                )
+
+    def encode(self, text: str, images: Sequence[Image] = (), positions: int | None = None) -> list[int]:
+        """Images and long texts take time: call it in a thread for these. Raises RequestError for a broken image.
+
+        `positions` = how many tokens fit; of text that takes far more, little is tokenised: ContextLengthError.
+        """
+        if positions is not None and len(text) > LONG_TEXT:
+            self._require_room_for_text(text, positions)
         if self.image_processor is not None:
             self.image_processor.check(self.plain(text), images)
         elif images:
             raise RequestError("this model takes no images: it has no processor; leave them out")
+        if self.image_processor is None or not images:
+            return self._encode_rendered(text)
         if self._special_tokens.mark in text:
-            return self._encode_marked(text, images)
-        if self.image_processor is not None and images:
-            return self.image_processor.encode(text, images)
-        return self._encode_text(text)
+            return self.image_processor.fill(self._encode_rendered(text), images)
+        return self.image_processor.encode(text, images)
 
-    def _encode_marked(self, text: str, images: Sequence[Image]) -> list[int]:
+    def _require_room_for_text(self, text: str, positions: int) -> None:
+        size = len(self.plain(text).encode(errors="replace"))
+        if size <= 4 * positions:
+            return  # a token stands for a byte at least, so this takes no more than four times what fits
+        if self._longest_token is not None and size > positions * self._longest_token:
+            raise _too_long(f"{size} bytes, and no token stands for more than {self._longest_token}", positions)
+        count = 0
+        for begin in range(0, len(text), SAMPLE):
+            count += len(self._encode_rendered(text[begin : begin + SAMPLE]))
+            if count > 2 * positions:  # not once: cutting the text costs tokens too
+                raise _too_long(f"{size} bytes, of which the first {begin + SAMPLE} take more tokens", positions)
+
+    def _encode_rendered(self, text: str) -> list[int]:
+        mark = self._special_tokens.mark
+        if mark not in text:
+            return self._encode_text(text)
         ids = self._special_tokens.encode(text)
         if ids is None:  # nothing that is cut in two is a special token
-            ids = [token for piece in text.split(self._special_tokens.mark) for token in self._encode_text(piece)]
-        if self.image_processor is not None and images:
-            ids = self.image_processor.fill(ids, images)
+            ids = [token for piece in text.split(mark) for token in self._encode_text(piece)]
         return ids
 
     def _encode_text(self, text: str) -> list[int]:
@@ -177,15 +220,17 @@ class Renderer:
                 )
         return whole
 
-    def added_ids(self, parent: Parent, text: str, images: Sequence[Image] = ()) -> list[int]:
+    def added_ids(
+        self, parent: Parent, text: str, images: Sequence[Image] = (), positions: int | None = None
+    ) -> list[int]:
         """The ids of added text. It begins with the end of the parent's turn; a sampled end token is there already."""
         if parent.end_id is not None:
             closing = text.lstrip()  # the end token was sampled before any white space that the template puts there
             if closing.startswith(self.decode([parent.end_id])):
-                ids = self.encode(closing, images)
+                ids = self.encode(closing, images, positions)
                 if ids[:1] == [parent.end_id]:
                     return ids[1:]
-        return self.encode(text, images)
+        return self.encode(text, images, positions)
 
     def _text_after(
         self, parent: Parent, before: list[Message], newer: list[Message], tools: Tools | None
@@ -243,6 +288,11 @@ class Renderer:
             and [(call.name, call.arguments) for call in parsed.calls] == calls
         )
 
+    @cached_property
+    def _longest_token(self) -> int | None:
+        """Bytes of text that a token stands for at most; None = not known."""
+        return None if self._core is None else _longest_token(self._core)
+
     def _reads_parts_only(self) -> bool:
         """Whether the template loses text that is not a part, as templates of models with images may."""
         return not self._renders(self.sentinel) and self._renders([{"type": "text", "text": self.sentinel}])
@@ -274,6 +324,37 @@ class Renderer:
         except RequestError:
             return "", ""  # it still serves the conversations that it accepts
         return (before, closing) if found else ("", "")
+
+
+def _too_long(what: str, positions: int) -> ContextLengthError:
+    return ContextLengthError(f"the model has {positions} positions, the messages have {what}; shorten them")
+
+
+def _longest_token(core: Any) -> int | None:
+    """Known of byte-level BPE only: others may drop white space, or take a long word for one unknown token."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    splits = _parts(core.pre_tokenizer, "pretokenizers")
+    keeps_all = all(part["type"] in ("ByteLevel", "Digits", "Split") for part in splits)
+    keeps_all &= all(part.get("behavior") != "Removed" for part in splits)
+    keeps_all &= any(part["type"] == "ByteLevel" for part in splits)
+    keeps_all &= type(core.model).__name__ == "BPE" and all(
+        core.token_to_id(byte) is not None for byte in ByteLevel.alphabet()
+    )
+    added = core.get_added_tokens_decoder().values()
+    keeps_all &= not any(token.lstrip or token.rstrip for token in added)
+    normal = {part["type"] for part in _parts(core.normalizer, "normalizers")}
+    if not keeps_all or not normal <= {"NFC"}:
+        return None
+    # In the vocabulary a character is a byte; an added token is plain text. NFC makes a third of a text at best.
+    longest = max(max(map(len, core.get_vocab(with_added_tokens=False))), *(len(t.content.encode()) for t in added), 1)
+    return 3 * longest if normal else longest
+
+
+def _parts(component: Any, name: str) -> list[dict[str, Any]]:
+    """The settings of a tokenizer's component, or of each of its components."""
+    settings = {} if component is None else json.loads(component.__getstate__())
+    return list(settings.get(name, [settings] if settings else []))
 
 
 def _without_middle(before: list[Message], newer: list[Message]) -> list[Message]:

@@ -140,10 +140,14 @@ class Tree:
         draft = self.draft(messages, tools)
         return self.settle(draft, self.encode(draft))
 
-    def draft(self, messages: list[Message], tools: Tools | None = None) -> Draft:
-        """The first step of `prompt`."""
+    def draft(
+        self, messages: list[Message], tools: Tools | None = None, conversations: ConversationCache | None = None
+    ) -> Draft:
+        """The first step of `prompt`. It may run in a thread, while answers are added, if it gets a cache of its own;
+        `remember` that afterwards."""
         tools = self._shared(tools)
-        sent = self._conversations.read(messages, lambda message: normalised(message, self.renderer.format, tools))
+        cache = self._conversations if conversations is None else conversations
+        sent = cache.read(messages, lambda message: normalised(message, self.renderer.format, tools))
         found = self._find_parent(sent)
         if found is None:
             text = self.renderer.render(messages, tools)
@@ -163,11 +167,22 @@ class Tree:
             text = self.renderer.render(messages, tools)
         return self._draft(parent, text, images_in([*before, *newer]), newer, sent.digest, tools)
 
-    def encode(self, draft: Draft) -> list[int]:
-        """The second step: the ids of the text. Reads nothing that changes, so it may run in a thread."""
+    def unread(self, messages: list[Message]) -> list[Message]:
+        """Those that no earlier call has sent in the same place: what `draft` has to read."""
+        return messages[self._conversations.known_length(messages) :]
+
+    def remember(self, conversations: ConversationCache) -> None:
+        """What a draft in a thread has read need not be read again."""
+        self._conversations.take(conversations)
+
+    def encode(self, draft: Draft, positions: int | None = None) -> list[int]:
+        """The second step: the ids of the text. Reads nothing that changes, so it may run in a thread.
+
+        `positions` = how many tokens the model takes; text that cannot fit is refused: ContextLengthError.
+        """
         if draft.parent is None or not draft.extends:
-            return self.renderer.encode(draft.text, draft.images)
-        return self.renderer.added_ids(draft.parent, draft.text, draft.images)
+            return self.renderer.encode(draft.text, draft.images, positions)
+        return self.renderer.added_ids(draft.parent, draft.text, draft.images, positions)
 
     def settle(self, draft: Draft, new_ids: list[int]) -> Prompt:
         """The last step."""

@@ -16,10 +16,15 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from areal.api.errors import GrammarError, RequestError
 from areal.api.io_struct import Grammar
 from areal.api.messages import Array
+from areal.utils.background import Background
 from areal.utils.bounded_cache import BoundedCache
 
 MAX_GRAMMARS = 64
 """Compiled grammars kept; the least recently used is dropped beyond this."""
+MAX_GRAMMAR_CHARACTERS = 1 << 20
+COMPILE_SECONDS = 20.0
+"""A request whose grammar is not ready by then is refused."""
+COMPILED_AT_ONCE = 4
 MAX_LEXER_STATES = 50_000
 """Of one grammar, shared by its answers; about 2 kB each."""
 
@@ -77,10 +82,30 @@ class GrammarCompiler:
         self._vocabulary: LLTokenizer | None = None
         self._compiled: BoundedCache[Grammar, Future[LLMatcher]] = BoundedCache(MAX_GRAMMARS)
         self._lock = threading.Lock()
+        self._background = Background(COMPILED_AT_ONCE, "areal grammar")
 
     async def begin(self, grammar: Grammar) -> GrammarState:
         """The state before an answer's first token. Raises GrammarError that says what is wrong with the grammar."""
-        return await asyncio.to_thread(self.begin_now, grammar)
+        known = self._find(grammar)
+        if known is not None and known.done():
+            return self._state(known.result(), grammar)
+        try:
+            async with asyncio.timeout(COMPILE_SECONDS):
+                if known is None:
+                    return await self._background.run(self.begin_now, grammar)
+                return self._state(await asyncio.shield(asyncio.wrap_future(known)), grammar)
+        except TimeoutError:
+            raise GrammarError(
+                f"{grammar.origin} cannot be honoured: a grammar must be ready within {COMPILE_SECONDS:g} s; "
+                "make the schema simpler"
+            ) from None
+
+    def _find(self, grammar: Grammar) -> "Future[LLMatcher] | None":
+        """The grammar compiled, or being compiled. None = not known, or the lock may be held for a second."""
+        if self._vocabulary is None:
+            return None
+        with self._lock:
+            return self._compiled.get(grammar)
 
     def begin_now(self, grammar: Grammar) -> GrammarState:
         """The same in the calling thread."""
@@ -93,9 +118,12 @@ class GrammarCompiler:
                 self._compiled.put(grammar, compiled)
         if is_new:
             self._compile_into(compiled, grammar, vocabulary)
-        matcher = compiled.result().deep_copy()
-        ends = [token for token in vocabulary.eos_tokens if token < self._vocab_size]
-        return GrammarState(matcher, self._vocab_size, ends, grammar.origin)
+        return self._state(compiled.result(), grammar)
+
+    def _state(self, compiled: LLMatcher, grammar: Grammar) -> GrammarState:
+        assert self._vocabulary is not None, "nothing is compiled without it"
+        ends = [token for token in self._vocabulary.eos_tokens if token < self._vocab_size]
+        return GrammarState(compiled.deep_copy(), self._vocab_size, ends, grammar.origin)
 
     def _compile_into(self, compiled: "Future[LLMatcher]", grammar: Grammar, vocabulary: LLTokenizer) -> None:
         """Outside the lock, so that a big grammar delays only the requests that ask for it."""
@@ -136,6 +164,11 @@ _SILENT = 0
 
 
 def _compile(grammar: Grammar, vocabulary: LLTokenizer) -> LLMatcher:
+    if len(grammar.text) > MAX_GRAMMAR_CHARACTERS:
+        raise GrammarError(
+            f"{grammar.origin} cannot be honoured: a grammar may have {MAX_GRAMMAR_CHARACTERS} characters, got "
+            f"{len(grammar.text)}; make the schema smaller"
+        )
     text = f"start: %json {grammar.text}" if grammar.kind == "json_schema" else grammar.text
     limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES)
     matcher = LLMatcher(vocabulary, _OPTIONS + text, log_level=_SILENT, limits=limits)

@@ -1,0 +1,61 @@
+"""Work that takes too long for the event loop, done in threads that never keep a process from ending."""
+
+import asyncio
+import contextvars
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Background:
+    """At most so many pieces of work at once; more of them wait. Belongs to one event loop.
+
+    Python cannot end a thread, so work whose caller was cancelled goes on and keeps its place until it is done. Work
+    that has not begun by then never does. The threads are daemons: `asyncio.to_thread` would make the process wait.
+    """
+
+    def __init__(self, at_once: int, name: str) -> None:
+        self._free = asyncio.Semaphore(at_once)
+        self._name = name
+
+    async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """What the function returns or raises, called in a thread."""
+        loop = asyncio.get_running_loop()
+        outcome: asyncio.Future[Callable[[], T]] = loop.create_future()
+        context = contextvars.copy_context()
+
+        def deliver(result: Callable[[], T]) -> None:
+            self._free.release()
+            if not outcome.done():
+                outcome.set_result(result)
+
+        def work() -> None:
+            result = _outcome(lambda: context.run(function, *args, **kwargs))
+            with suppress(RuntimeError):  # the loop is closed: nothing waits for this any more
+                loop.call_soon_threadsafe(deliver, result)
+
+        await self._free.acquire()
+        try:
+            threading.Thread(target=work, name=self._name, daemon=True).start()
+        except BaseException:
+            self._free.release()
+            raise
+        return (await outcome)()
+
+
+def _outcome(function: Callable[[], T]) -> Callable[[], T]:
+    """Call it now; what it returned or raised comes when the outcome is called."""
+    try:
+        value = function()
+    except BaseException as error:  # raised where it is awaited
+        failure = error
+
+        def fail() -> T:
+            raise failure
+
+        return fail
+    return lambda: value
