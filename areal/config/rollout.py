@@ -121,7 +121,7 @@ def _integer(name: str, value: Any, low: int, high: int = MAX_COUNT, remedy: str
 
 @dataclass
 class ProxyLimits:
-    """What one client of the proxy may take from the others."""
+    """Limits that keep one client of the proxy from starving others."""
 
     max_sessions: int = 10_000
     """Sessions open at once."""
@@ -183,7 +183,7 @@ class ProxyConfig:
     reasoning_parser: str | None = None
     """How it marks reasoning: think, mistral, or none = reasoning is text; None = found from its chat template."""
     limits: ProxyLimits = field(default_factory=ProxyLimits)
-    """What one client may take from the others."""
+    """Limits that keep one client from starving others."""
 
     def __post_init__(self) -> None:
         require(0 <= self.port < 65536, f"port must lie in [0, 65535], got {self.port}; use 0 for a free one")

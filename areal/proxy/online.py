@@ -253,7 +253,7 @@ class SessionRoutes:
         return _state(online)
 
     def _managed(self, request: Request) -> OnlineSession:
-        """Keys are checked first: who may not manage a session does not learn whether it exists."""
+        """Keys are checked first: an unauthorised caller cannot tell whether the session exists."""
         keys = keys_of(request)
         session_id = request.path_params["id"]
         if self._self_reward and (own := self._online.find_own(session_id, keys)) is not None:

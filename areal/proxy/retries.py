@@ -30,12 +30,12 @@ KEY_HEADER = "idempotency-key"
 
 @dataclass(frozen=True)
 class Attempt:
-    """A call as far as its retries have it in common."""
+    """What a call shares with its retries."""
 
     digest: bytes
     """Of its route and body."""
     retry: int
-    """0 = the first attempt, or one that does not say."""
+    """0 = the first attempt, or no retry header."""
     key: str | None
 
     @classmethod

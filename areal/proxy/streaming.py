@@ -59,7 +59,7 @@ class TokenText:
     """The text of ids while they come, up to the last whole character."""
 
     def __init__(self, renderer: Renderer, byte_ids: Collection[int], end_ids: Collection[int]) -> None:
-        """`byte_ids` are tokens that stand for one byte; `end_ids` are those that end an answer and are no text."""
+        """`byte_ids` are tokens that stand for one byte; `end_ids` are those that end an answer and are not text."""
         self._renderer = renderer
         self._byte_ids = byte_ids
         self._end_ids = end_ids
@@ -108,7 +108,7 @@ class StopFilter:
         return piece
 
     def finish(self) -> str:
-        """What was held back and is no stop text after all."""
+        """What was held back and is not a stop text after all."""
         if self._stopped:
             return ""
         found = [at for at in (self._held.find(stop) for stop in self._stops) if at >= 0]

@@ -128,10 +128,10 @@ async def test_closing_one_end_fails_pending_calls_and_cancels_handlers_at_the_o
     call = asyncio.ensure_future(caller.call("sleep", timeout_seconds=60))
     await asyncio.wait_for(sleeper.started.wait(), 10)
     await listener.close()
-    with pytest.raises(ChannelClosed, match="the channel to the engine is closed: it went away"):
+    with pytest.raises(ChannelClosed, match="the channel to the engine is closed: the peer disconnected"):
         await call
     assert sleeper.cancelled.is_set()
-    assert await asyncio.wait_for(caller.closed, 10) == "it went away"
+    assert await asyncio.wait_for(caller.closed, 10) == "the peer disconnected"
     assert not caller.is_open
     with pytest.raises(ChannelClosed, match="the engine"):
         await caller.call("sleep", timeout_seconds=10)

@@ -56,7 +56,7 @@ class RemoteError(ArealError):
 
 
 class FrameError(ValueError):
-    """A frame that is too large, or bytes that are no frame."""
+    """A frame that is too large, or bytes that are not a frame."""
 
 
 class Channel:
@@ -137,7 +137,7 @@ class Channel:
             raise ChannelClosed(f"the channel to {self.peer} is closed: {self._closed.result()}")
 
     async def _read(self, reader: asyncio.StreamReader, buffer: "_FrameBuffer") -> None:
-        reason = "it went away"
+        reason = "the peer disconnected"
         try:
             while chunk := await reader.read(CHUNK_BYTES):
                 for frame in buffer.feed(chunk):

@@ -81,7 +81,7 @@ async def serve(
             async with asyncio.timeout(handshake_seconds):
                 await handshake_as_listener(reader, writer, secret)
         except (HandshakeRefused, OSError) as error:  # TimeoutError is an OSError
-            logger.warning("refused a connection to %s: %s", address, error or "it was silent")
+            logger.warning("refused a connection to %s: %s", address, error or "the handshake timed out")
             writer.close()
             return
         channel = Channel(reader, writer, wire, peer, None, max_frame_bytes)
@@ -265,7 +265,7 @@ async def _read(reader: asyncio.StreamReader, size: int) -> bytes:
     try:
         return await reader.readexactly(size)
     except (asyncio.IncompleteReadError, ConnectionError):
-        raise HandshakeRefused("it hung up before both had proved that they know the secret") from None
+        raise HandshakeRefused("it disconnected during the handshake; the secrets may differ") from None
 
 
 def _mac(secret: bytes, label: bytes, message: bytes) -> bytes:

@@ -37,7 +37,8 @@ MESSAGE_TYPES = (
     Stall,
     WeightUpdate,
 )
-"""Every type that travels between the processes of a run."""
+"""Every type that travels between the processes of a run as itself; a `WorkerSetup` and user objects travel as bytes,
+which their sender has pickled."""
 
 FORM_CODE = 1
 BIG_INT_CODE = 2

@@ -17,7 +17,7 @@ class Command:
     env: dict[str, str] = field(default_factory=dict)
     """Added to the environment of the process that starts it."""
     heartbeat_seconds: float | None = None
-    """After this long without a sign of life (see areal/infra/heartbeat.py) it is killed as frozen; None = never."""
+    """After this long without a heartbeat (see areal/infra/heartbeat.py) it is killed as frozen; None = never."""
     secret: bytes = b""
     """All that its standard input has. Arguments and environments can be read by other processes, this cannot."""
 

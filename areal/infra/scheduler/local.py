@@ -170,7 +170,7 @@ class _Guardian:
             self._write(f"+{what}\n")
         except BrokenPipeError:
             raise ProcessDied(
-                f"the guardian (pid {self.pid}) is gone, and with it the promise that no process outlives the driver"
+                f"the guardian (pid {self.pid}) has died, so processes could outlive the driver; restart the run"
             ) from None
 
     def release(self, group: int) -> None:

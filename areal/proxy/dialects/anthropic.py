@@ -1,6 +1,6 @@
 """Anthropic's Messages: a request read, an answer written whole or as a stream, and errors.
 
-A turn is a list of blocks there. Tool results are blocks of a user's turn there, and messages of their own here.
+A turn is a list of blocks. In Messages, tool results are blocks of a user turn; internally each is a message.
 """
 
 from typing import Any
@@ -176,7 +176,7 @@ def _tools(body: dict[str, Any], rules: ParameterRules) -> list[Tool]:
     tools = []
     for place, tool in enumerate(fields.objects(body, "tools", "tools")):
         if tool.get("type") not in (None, "custom"):
-            rules.refuse("tools", tool["type"], "must be the client's own: hosted ones are not served here")
+            rules.refuse_or_drop("tools", tool["type"], "must be the client's own: hosted ones are not served here")
             continue
         tools.append(function_tool(tool, "input_schema", f"tools[{place}]"))
     return tools
@@ -195,7 +195,7 @@ def _tool_choice(call: Call, choice: dict[str, Any]) -> None:
 def _format(body: dict[str, Any], rules: ParameterRules) -> dict[str, Any] | None:
     config = fields.mapping(body, "output_config", "output_config")
     if unknown := {name: value for name, value in config.items() if name != "format" and value is not None}:
-        rules.refuse("output_config", unknown, "may have a format only")
+        rules.refuse_or_drop("output_config", unknown, "may have a format only")
     wanted = fields.mapping(config, "format", "output_config.format")
     if not wanted:
         return None

@@ -24,7 +24,7 @@ HARMLESS = frozenset(
 """Bookkeeping of the hosted services; no answer depends on it."""
 
 MAX_DROPPED_NAMES = 100
-"""So many dropped parameters are named in the log; a client that makes up names does not fill it."""
+"""At most this many dropped parameters are logged, so that made-up names cannot flood the log."""
 MAX_TOKENS = 2**31
 """The largest number of tokens that a request may ask for; the model's context is the real limit."""
 
@@ -64,7 +64,7 @@ class ParameterRules:
     dropped: set[str] = field(default_factory=set)
     """What the log has named already."""
 
-    def refuse(self, name: str, value: Any, rule: str) -> None:
+    def refuse_or_drop(self, name: str, value: Any, rule: str) -> None:
         """Raises ApiError 400 naming the parameter, or returns if the parameter is to be dropped."""
         name = shortened(name, 50)  # it may be the client's own word
         if not self.drop_params:
@@ -80,7 +80,7 @@ class ParameterRules:
         for name, value in body.items():
             if value is None or name in honoured or name in HARMLESS or value in meaningless.get(name, ()):
                 continue
-            self.refuse(name, value, "is not supported")
+            self.refuse_or_drop(name, value, "is not supported")
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ def openai_tool_choice(call: Call, body: dict[str, Any], rules: ParameterRules, 
         named = choice if nested is None else fields.mapping(choice, nested, f"tool_choice.{nested}")
         choose_tool(call, "named", named.get("name"))
     else:
-        rules.refuse("tool_choice", choice, "must be auto, none, required or a function")
+        rules.refuse_or_drop("tool_choice", choice, "must be auto, none, required or a function")
 
 
 def openai_format(wanted: dict[str, Any], where: str, nested: str | None = None) -> dict[str, Any] | None:

@@ -187,7 +187,7 @@ def _wire_message(message: Message) -> dict[str, Any]:
 
 
 def _logprobs(reply: Reply, number: int) -> dict[str, Any] | None:
-    """Of what the client sees, which the end token is no part of."""
+    """For visible tokens, so without the end token."""
     if not reply.tokens:
         return None
     completion, texts = reply.choices[number], reply.tokens[number]

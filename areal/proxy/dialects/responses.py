@@ -1,7 +1,7 @@
 """OpenAI's Responses: a request read, an answer written whole or as a stream, and errors.
 
 Conversations are lists of items there. An answer is several of them (thinking, a message, function calls) and one
-message here, so the assistant's items join one turn until one comes that the turn has already.
+message here, so the assistant's items join one turn until thinking or a second message begins the next.
 """
 
 import itertools
@@ -51,7 +51,9 @@ def parse(body: dict[str, Any], rules: ParameterRules) -> Call:
     """Raises ApiError 400 naming the parameter."""
     rules.refuse_unsupported(body, HONOURED | HARMLESS, MEANINGLESS)
     if LOGPROBS in (fields.texts(body, "include") or ()):
-        rules.refuse("include", LOGPROBS, "may not ask for log-probabilities: only chat/completions reports them")
+        rules.refuse_or_drop(
+            "include", LOGPROBS, "may not ask for log-probabilities: only chat/completions reports them"
+        )
     call = Call(
         messages=_messages(body, rules.images),
         id_prefix="resp_",
@@ -89,7 +91,7 @@ def _messages(body: dict[str, Any], images: Images) -> list[Message]:
 
 
 class _Conversation:
-    """Items made messages."""
+    """Turns items into messages."""
 
     def __init__(self, images: Images) -> None:
         self._images = images
@@ -180,7 +182,7 @@ def _tools(body: dict[str, Any], rules: ParameterRules) -> list[Tool]:
     tools = []
     for place, tool in enumerate(fields.objects(body, "tools", "tools")):
         if tool.get("type") != "function":
-            rules.refuse("tools", tool.get("type"), "must be of type function: nothing else is served here")
+            rules.refuse_or_drop("tools", tool.get("type"), "must be of type function: nothing else is served here")
             continue
         tools.append(function_tool(tool, "parameters", f"tools[{place}]"))
     return tools
