@@ -274,7 +274,7 @@ def _unique_names() -> Iterator[str]:
 
 
 def _conversation(session: Session, call: Call) -> list[Message]:
-    """What the call sends, after what it continues. Raises ApiError 400 if that is no answer of this session."""
+    """What the call sends, after what it continues. Raises ApiError 400 if that is not an answer of this session."""
     system: list[Message] = []
     if call.instructions is not None:
         system = [{"role": "system", "content": call.instructions}]

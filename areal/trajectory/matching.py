@@ -20,7 +20,7 @@ from areal.trajectory.parsers import AnswerFormat
 from areal.trajectory.parsers.base import Tools
 
 MAX_CACHED = 4
-"""As many conversations may take turns in a session without being digested again."""
+"""This many conversations can alternate in a session without being digested again."""
 
 Normalise = Callable[[Message], Message]
 

@@ -1,7 +1,7 @@
 """Messages to token ids and back, for one model. Owns every call of its tokenizer, chat template and image processor.
 
 A special token that a message merely spells stays text (`special_tokens`): rendered text has marks in such spellings,
-which `encode` understands and `plain` removes for whoever shows the text.
+which `encode` understands and `plain` removes before it is shown.
 
 It also says which ids a new turn adds to a recorded completion (`added_text`, `added_ids`). What the model sampled is
 never tokenised again, so the rendered conversation must split into
@@ -38,13 +38,13 @@ from areal.trajectory.special_tokens import SpecialTokens
 from areal.utils import logging
 
 WHOLE_UP_TO = 16
-"""Conversations of at most so many messages are rendered whole."""
+"""Conversations of up to this many messages are rendered whole."""
 LONG_TEXT = 8192
 """Characters beyond which it takes milliseconds to encode a text: call `encode` in a thread."""
 SAMPLE = 1 << 16
 """Characters that are encoded at a time to find out whether a text fits."""
 FIRST_CHECKS = 8
-"""So many of the shortened conversations are rendered whole as well, to compare."""
+"""The first this many shortened conversations are also rendered whole, for comparison."""
 
 
 class Parent(Protocol):
@@ -140,9 +140,7 @@ class Renderer:
             said = [text_of(message["content"]) for message in messages if message["role"] != "assistant"]
             size = sum(len(text.strip()) for text in said)
             if size > positions * self._longest_token:
-                raise _too_long(
-                    f"{size} characters, and no token stands for more than {self._longest_token}", positions
-                )
+                raise _too_long(f"{size} characters, and a token covers at most {self._longest_token}", positions)
 
     def encode(self, text: str, images: Sequence[Image] = (), positions: int | None = None) -> list[int]:
         """Images and long texts take time: call it in a thread for these. Raises RequestError for a broken image.
@@ -166,7 +164,7 @@ class Renderer:
         if size <= 4 * positions:
             return  # a token stands for a byte at least, so this takes no more than four times what fits
         if self._longest_token is not None and size > positions * self._longest_token:
-            raise _too_long(f"{size} bytes, and no token stands for more than {self._longest_token}", positions)
+            raise _too_long(f"{size} bytes, and a token covers at most {self._longest_token}", positions)
         count = 0
         for begin in range(0, len(text), SAMPLE):
             count += len(self._encode_rendered(text[begin : begin + SAMPLE]))
@@ -184,7 +182,7 @@ class Renderer:
 
     def _encode_text(self, text: str) -> list[int]:
         core = self._core
-        # The wrapper leaves the options of its last call in the core, whoever made that call.
+        # The wrapper leaves the options of its last call in the core, even of calls made elsewhere.
         if core is not None and core.truncation is None and core.padding is None and not core.encode_special_tokens:
             return list(core.encode(text, add_special_tokens=False).ids)
         return list(self.tokenizer.encode(text, add_special_tokens=False))

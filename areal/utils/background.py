@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class Background:
-    """At most so many pieces of work at once; more of them wait. Belongs to one event loop.
+    """Runs at most `at_once` functions at a time; the rest queue. Belongs to one event loop.
 
     Python cannot end a thread, so work whose caller was cancelled goes on and keeps its place until it is done. Work
     that has not begun by then never does. The threads are daemons: `asyncio.to_thread` would make the process wait.
