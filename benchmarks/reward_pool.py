@@ -1,4 +1,4 @@
-"""Reward calls in the killable pool: what they cost beside a bare `ProcessPoolExecutor`, and what bad ones cost.
+"""Reward calls in the killable pool: what they cost compared with a bare `ProcessPoolExecutor`, and what bad ones cost.
 
 Both get the same calls from the same number of concurrent episodes, in turns, with one process per core. The executor
 has no deadlines and breaks for good with the first process that dies, so survival has no peer but the same calls
