@@ -32,7 +32,8 @@ def load_expr_config(argv: Sequence[str], config_class: type[T]) -> tuple[T, str
         dotted, _, text = override.partition("=")
         _set(values, _renamed(dotted), Verbatim(text), override)
     config = build(config_class, values)
-    if isinstance(config, ExperimentConfig):
+    # A subclass that is no dataclass itself may lack fields; the code that needs one says so with the remedy.
+    if isinstance(config, ExperimentConfig) and hasattr(config, "actor"):
         config.tokenizer_path = config.tokenizer_path or config.actor.path
     return config, path
 

@@ -171,5 +171,5 @@ class SchedulerConfig:
         require(self.threads is None or self.threads >= 1, f"threads must be >= 1, got {self.threads}")
         require(
             self.heartbeat_seconds is None or self.heartbeat_seconds >= 2,
-            f"heartbeat_seconds must be >= 2, got {self.heartbeat_seconds}; signs of life come once a second",
+            f"heartbeat_seconds must be >= 2, got {self.heartbeat_seconds}; heartbeats come once a second",
         )
