@@ -8,10 +8,10 @@ import operator
 import os
 from dataclasses import dataclass, field, fields, replace
 from numbers import Real
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 from urllib.parse import urlsplit
 
-from areal.config.errors import require
+from areal.config.errors import ConfigError, require
 from areal.config.keys import ADMIN_KEY_VARIABLE, find_key
 from areal.utils.net import is_loopback
 from areal.utils.shorten import shown
@@ -54,33 +54,24 @@ class GenerationHyperparameters:
         self.n_samples = _integer("n_samples", self.n_samples, 1)
         self.max_new_tokens = _integer("max_new_tokens", self.max_new_tokens, 1)
         self.min_new_tokens = _integer("min_new_tokens", self.min_new_tokens, 0)
-        require(
-            self.min_new_tokens <= self.max_new_tokens,
-            f"min_new_tokens must be <= max_new_tokens={self.max_new_tokens}, got {self.min_new_tokens}",
-        )
-        require(isinstance(self.greedy, bool), f"greedy must be true or false, got {shown(self.greedy)}")
-        require(
-            _is_number(self.temperature) and 0 <= self.temperature <= MAX_TEMPERATURE,
-            f"temperature must be a number >= 0 that float32 holds, got {shown(self.temperature)}; use 0 for greedy",
-        )
+        if self.min_new_tokens > self.max_new_tokens:
+            _refuse("min_new_tokens", f"<= max_new_tokens={self.max_new_tokens}", self.min_new_tokens)
+        if not isinstance(self.greedy, bool):
+            _refuse("greedy", "true or false", self.greedy)
+        if not (_is_number(self.temperature) and 0 <= self.temperature <= MAX_TEMPERATURE):
+            _refuse("temperature", "a number >= 0 that float32 holds", self.temperature, "; use 0 for greedy")
+        if not (_is_number(self.top_p) and 0 < self.top_p <= 1):
+            _refuse("top_p", "a number in (0, 1]", self.top_p, "; use 1 for no limit")
         self.temperature = float(self.temperature)
-        require(
-            _is_number(self.top_p) and 0 < self.top_p <= 1,
-            f"top_p must lie in (0, 1], got {shown(self.top_p)}; use 1 for no limit",
-        )
         self.top_p = float(self.top_p)
         self.top_k = _integer("top_k", self.top_k, 0, remedy="; use 0 for no limit")
         if self.seed is not None:
             self.seed = _integer("seed", self.seed, -(2**63), 2**64 - 1)
-        require(
-            isinstance(self.stop_token_ids, list | tuple),
-            f"stop_token_ids must be a list of integers, got {shown(self.stop_token_ids)}",
-        )
+        if not isinstance(self.stop_token_ids, list | tuple):
+            _refuse("stop_token_ids", "a list of integers", self.stop_token_ids)
         self.stop_token_ids = [_integer("stop_token_ids", token, -MAX_COUNT) for token in self.stop_token_ids]
-        require(
-            isinstance(self.stop, list | tuple) and all(isinstance(text, str) for text in self.stop),
-            f"stop must be a list of texts, got {shown(self.stop)}",
-        )
+        if not (isinstance(self.stop, list | tuple) and all(isinstance(text, str) for text in self.stop)):
+            _refuse("stop", "a list of strings", self.stop)
 
     @property
     def is_greedy(self) -> bool:
@@ -111,12 +102,17 @@ def _is_number(value: Any) -> bool:
 
 def _integer(name: str, value: Any, low: int, high: int = MAX_COUNT, remedy: str = "") -> int:
     """The value as Python's own integer, in [low, high]."""
-    if type(value) is int and low <= value <= high:  # so for every call of a model, without making messages
+    if type(value) is int and low <= value <= high:
         return value
     whole = hasattr(value, "__index__") and not isinstance(value, bool)
-    limits = f"an integer in [{low}, {high}]"
-    require(whole and low <= operator.index(value) <= high, f"{name} must be {limits}, got {shown(value)}{remedy}")
+    if not (whole and low <= operator.index(value) <= high):
+        _refuse(name, f"an integer in [{low}, {high}]", value, remedy)
     return operator.index(value)
+
+
+def _refuse(name: str, rule: str, value: Any, remedy: str = "") -> NoReturn:
+    """Settings are checked at every call of a model, so a message is made only when one is refused."""
+    raise ConfigError(f"{name} must be {rule}, got {shown(value)}{remedy}")
 
 
 @dataclass

@@ -14,7 +14,7 @@ def test_new_changes_a_copy_only() -> None:
 
 
 def test_new_refuses_values_that_mean_nothing() -> None:
-    with pytest.raises(ConfigError, match=r"top_p must lie in \(0, 1\], got 0"):
+    with pytest.raises(ConfigError, match=r"top_p must be a number in \(0, 1\], got 0"):
         GenerationHyperparameters().new(top_p=0)
 
 
