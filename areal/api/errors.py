@@ -13,6 +13,7 @@ ArealError
 │   │   └── GrammarError        an answer cannot be held to its grammar
 │   └── WeightMismatch          tokens came from weights that were never published
 ├── ProcessDied                 a process of the run ended; says which and how
+├── GroupLost                   a process that a group of episodes needed ended; the group runs again
 ├── NothingAccepted             every episode is rejected; says why
 ├── NonFiniteUpdate             the loss or gradient of an update is not a finite number
 └── EpisodeRejected             one episode yields no sample; carries its reason
@@ -37,6 +38,7 @@ __all__ = [
     "EpisodeRejected",
     "EpisodeTimeout",
     "GrammarError",
+    "GroupLost",
     "ModelError",
     "NoInteractions",
     "NonFiniteUpdate",
@@ -95,6 +97,10 @@ class WeightMismatch(EngineError):
 
 class ProcessDied(ArealError):
     """A process of the run ended when it should not have."""
+
+
+class GroupLost(ArealError):
+    """A process that a group of episodes needed has ended; the group runs again."""
 
 
 class NothingAccepted(ArealError):

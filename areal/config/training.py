@@ -166,9 +166,13 @@ class SchedulerConfig:
     """An engine or a rollout worker that sends no heartbeat for this many seconds, and does not compute, is frozen: it
     is killed and treated as dead. Code that blocks a worker's event loop does not count. None = never, for a
     debugger."""
+    max_restarts: int = 3
+    """How often within an hour the engine may be started again after it died, and the rollout workers together; the
+    groups that this cost run again. 0 = a death ends the run."""
 
     def __post_init__(self) -> None:
         require(self.threads is None or self.threads >= 1, f"threads must be >= 1, got {self.threads}")
+        require(self.max_restarts >= 0, f"max_restarts must be >= 0, got {self.max_restarts}; use 0 for none")
         require(
             self.heartbeat_seconds is None or self.heartbeat_seconds >= 2,
             f"heartbeat_seconds must be >= 2, got {self.heartbeat_seconds}; heartbeats come once a second",

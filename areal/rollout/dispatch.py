@@ -1,5 +1,6 @@
 """Sends tasks to rollout workers: each to the one with the least to do, under a deadline, and checks what comes back.
 
+A group that is lost with its worker or its engine is sent again. It comes back once: what is lost never answers.
 Owns how loaded each worker is, which weights each version may have, and what blocked the workers' event loops. Knows
 nothing of batches, staleness or training.
 """
@@ -12,13 +13,28 @@ from typing import Any, Protocol
 
 import cloudpickle
 
-from areal.api.errors import WeightMismatch, WorkflowError
+from areal.api.errors import GroupLost, WeightMismatch, WorkflowError
 from areal.api.messages import GroupResult, GroupTask
 from areal.infra.stalls import StallLog
+from areal.utils.logging import getLogger
+
+logger = getLogger("rollout")
 
 
 class GroupWorker(Protocol):
-    async def run_group(self, task: GroupTask) -> GroupResult: ...
+    """A worker that inherits this is always there."""
+
+    @property
+    def present(self) -> bool:
+        """False while it is being started again."""
+        return True
+
+    async def until_present(self) -> None:
+        return
+
+    async def run_group(self, task: GroupTask) -> GroupResult:
+        """Raises GroupLost if the worker, or the engine, ends meanwhile."""
+        ...
 
 
 class Dispatch:
@@ -32,12 +48,26 @@ class Dispatch:
 
     async def send(self, task: GroupTask) -> GroupResult:
         """Raises what the worker raises, `WeightMismatch`, or `WorkflowError` if the worker is stuck."""
-        index = min(range(len(self._workers)), key=lambda i: self._load[i])
+        while True:
+            try:
+                result = await self._run(task)
+                break
+            except GroupLost as lost:
+                logger.debug("the group of task %d runs again: %s", task.task_id, lost)
+        self.weights.check(result.digests)
+        for stall in result.stalls:
+            self.stalls.end(stall, logged=stall.process == os.getpid())
+        return result
+
+    async def _run(self, task: GroupTask) -> GroupResult:
+        workers = self._workers
+        index = min(range(len(workers)), key=lambda i: (not workers[i].present, self._load[i]))
         self._load[index] += task.n_samples
-        deadline = asyncio.timeout(self._group_seconds)
+        deadline = asyncio.timeout(None)
         try:
-            async with deadline:
-                result = await self._workers[index].run_group(task)
+            await workers[index].until_present()
+            async with asyncio.timeout(self._group_seconds) as deadline:
+                return await workers[index].run_group(task)
         except TimeoutError:
             if not deadline.expired():
                 raise
@@ -48,10 +78,6 @@ class Dispatch:
             ) from None
         finally:
             self._load[index] -= task.n_samples
-        self.weights.check(result.digests)
-        for stall in result.stalls:
-            self.stalls.end(stall, logged=stall.process == os.getpid())
-        return result
 
 
 class WeightCheck:

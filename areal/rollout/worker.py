@@ -14,15 +14,17 @@ from collections import deque
 from contextlib import AsyncExitStack
 
 from areal.api.engine_api import InferenceEngine
+from areal.api.errors import GroupLost
 from areal.api.messages import WORKER_ROLE, Episode, GroupResult, GroupTask, Rejection, Stall, WorkerSetup
 from areal.engine.inference.remote import RemoteEngine
 from areal.infra import workflow_context
-from areal.infra.rpc.channel import Handler
+from areal.infra.rpc.channel import Channel, Handler
 from areal.infra.rpc.connect import connect, connect_to_driver
 from areal.infra.rpc.wire import api_wire
 from areal.infra.stalls import StallLog, StallWatch
 from areal.infra.workflow_context import WorkflowContext
 from areal.proxy import NO_SESSION_KEY, Proxy
+from areal.rollout.dispatch import GroupWorker
 from areal.rollout.episodes import Digests, Runner, call, run_episode
 from areal.rollout.loading import Fillers
 from areal.rollout.runners import AgentPool, RunnerParts, make_runner
@@ -45,14 +47,23 @@ async def serve_worker(index: int) -> None:
         assert worker is not None, "setup comes first"
         return await worker.run_group(task)
 
-    handlers: dict[str, Handler] = {"setup": setup, "run_group": run_group, "cpu_seconds": time.process_time}
+    async def reconnect() -> None:
+        if worker is not None:  # otherwise its setup connects
+            await worker.reconnect()
+
+    handlers: dict[str, Handler] = {
+        "setup": setup,
+        "run_group": run_group,
+        "reconnect": reconnect,
+        "cpu_seconds": time.process_time,
+    }
     driver = await connect_to_driver(WORKER_ROLE, index, handlers=handlers, wire=api_wire())
     await driver.closed
     if worker is not None:
         await worker.aclose()
 
 
-class RolloutWorker:
+class RolloutWorker(GroupWorker):
     def __init__(
         self,
         runners: dict[bool, Runner],
@@ -64,6 +75,9 @@ class RolloutWorker:
         """`runners` by `is_eval`; `seed` is the run's."""
         self.proxy = proxy
         self._runners = runners
+        self._remote: RemoteEngine | None = None
+        """The engine, if it is in a process that may end before the worker does."""
+        self._engine_address = ""
         self._timeout_seconds = timeout_seconds
         self._seed = seed
         self._ended_stalls: deque[Stall] = deque()
@@ -78,7 +92,7 @@ class RolloutWorker:
         """Connect, listen, and construct the workflows; what is open is closed again if one of these fails."""
         tokenizer = load_hf_tokenizer(setup.tokenizer_path)
         processor = load_hf_processor(setup.tokenizer_path)
-        engine = RemoteEngine(await connect(setup.engine_address, wire=api_wire(), peer="the engine"))
+        engine = RemoteEngine(await _connect(setup.engine_address), returns=True)
         gconfig = setup.gconfig.new(n_samples=1)
         proxy = Proxy(
             engine,
@@ -95,6 +109,7 @@ class RolloutWorker:
             public_url=setup.proxy.public_url,
         )
         worker = cls({}, proxy, engine, setup.rollout.agent.timeout_seconds, setup.seed)
+        worker._remote, worker._engine_address = engine, setup.engine_address
         try:
             # The config has checked that the host is loopback, or that the user chose the admin key.
             await proxy.start(setup.proxy.host, setup.proxy.port, exposed=True)
@@ -111,7 +126,11 @@ class RolloutWorker:
         return worker
 
     async def run_group(self, task: GroupTask) -> GroupResult:
-        """Every sample of a task. One that fails leaves the others alone; a cancelled group leaves none running."""
+        """Every sample of a task. One that fails leaves the others alone; a cancelled group leaves none running.
+
+        Raises GroupLost if the engine went away meanwhile and samples failed: that is no fault of theirs.
+        """
+        connection = await self._remote.until_connected() if self._remote is not None else None
         async with asyncio.TaskGroup() as group:
             samples = [group.create_task(self._run_sample(task, number)) for number in range(task.n_samples)]
         result = GroupResult(task.task_id, [], [], {})
@@ -122,11 +141,24 @@ class RolloutWorker:
                 result.episodes.append(outcome)
             else:
                 result.rejections.append(outcome)
+        if result.rejections and self._is_lost(connection):
+            raise GroupLost(f"the engine went away while the group of task {task.task_id} ran")
         result.stalls = [self._ended_stalls.popleft() for _ in range(len(self._ended_stalls))]
         return result
 
+    async def reconnect(self) -> None:
+        """The engine has been started again at the same address."""
+        assert self._remote is not None, "only a worker that was started has an engine elsewhere"
+        self._remote.connect(await _connect(self._engine_address))
+
     async def aclose(self) -> None:
         await self._closing.aclose()
+
+    def _is_lost(self, connection: Channel | None) -> bool:
+        """Whether this connection to the engine has ended."""
+        if connection is None or self._remote is None:
+            return False
+        return self._remote.channel is not connection or not connection.is_open
 
     async def _run_sample(self, task: GroupTask, number: int) -> tuple[Episode | Rejection, Digests]:
         """Each sample has its own copy of the task, which its agent may change, and its own seed."""
@@ -162,12 +194,16 @@ class RolloutWorker:
         log = StallLog()
 
         def on_end(stall: Stall) -> None:
+            self._ended_stalls.append(stall)  # first: whoever reads of it in the log may ask for it
             log.end(stall)
-            self._ended_stalls.append(stall)
 
         watch = StallWatch(seconds, log.begin, on_end, limit_seconds=self._timeout_seconds, entries=(call.__code__,))
         watch.start()
         self._closing.callback(watch.close)
+
+
+async def _connect(engine_address: str) -> Channel:
+    return await connect(engine_address, wire=api_wire(), peer="the engine")
 
 
 if __name__ == "__main__":

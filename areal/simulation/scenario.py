@@ -19,6 +19,7 @@ import numpy as np
 
 from areal.api.messages import Episode, GroupResult, GroupTask, Row
 from areal.rollout.admission import Admission
+from areal.rollout.dispatch import GroupWorker
 from areal.rollout.pipeline import Pipeline, TaskStream
 from areal.simulation.servers import Machine, SharedServer
 from areal.simulation.trace import Trace, Turn
@@ -151,7 +152,7 @@ class _Cluster:
         return min(self.engines, key=lambda engine: engine.jobs)
 
 
-class _SimulatedWorker:
+class _SimulatedWorker(GroupWorker):
     """A rollout worker, as far as the pipeline can see; it plays episodes of the trace."""
 
     def __init__(self, cluster: _Cluster, process: SharedServer, number: int) -> None:

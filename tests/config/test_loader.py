@@ -103,7 +103,10 @@ def test_empty_section_is_the_default_section(tmp_path: Path) -> None:
             "unknown setting rollout.max_head_offpolicy; did you mean rollout.max_head_offpolicyness?",
         ),
         ("lr=1e-3", "unknown setting lr; did you mean actor.optimizer.lr?"),
-        ("scheduler.kind=local", "unknown setting scheduler.kind; known here: heartbeat_seconds, threads, type"),
+        (
+            "scheduler.kind=local",
+            "unknown setting scheduler.kind; known here: heartbeat_seconds, max_restarts, threads, type",
+        ),
         ("=1", "an argument must be --config FILE or KEY=VALUE, got '=1'"),
         ("train", "an argument must be --config FILE or KEY=VALUE, got 'train'"),
         ("--config", "--config needs a file name; write --config FILE.yaml"),

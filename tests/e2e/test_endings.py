@@ -17,7 +17,7 @@ PROCESSES = pytest.mark.parametrize(
 
 @PROCESSES
 def test_killed_process_ends_the_run_which_says_what_died(example: Start, module: str, name: str) -> None:
-    run = example("total_train_steps=200")
+    run = example("total_train_steps=200", "scheduler.max_restarts=0")
     run.wait_for(r"^step 10/200 ")
     victim = run.only(module)
     witness = Witness(run.descendants())
@@ -30,15 +30,76 @@ def test_killed_process_ends_the_run_which_says_what_died(example: Start, module
 
 @PROCESSES
 def test_frozen_process_is_named_and_the_run_saves(example: Start, run_dir: Path, module: str, name: str) -> None:
-    run = example("total_train_steps=200", "scheduler.heartbeat_seconds=3")
+    run = example("total_train_steps=200", "scheduler.heartbeat_seconds=3", "scheduler.max_restarts=0")
     run.wait_for(r"^step 10/200 ")
     victim = run.only(module)
     witness = Witness(run.descendants())
     os.kill(victim, signal.SIGSTOP)
     assert run.wait(3 + END_SECONDS) == 2, run.text
     assert run.lines[-1].startswith(f"areal: {name} (pid {victim}) was frozen (no sign of life for 3 s;"), run.text
+    assert "Traceback" not in run.text
     assert witness.survivors(END_SECONDS) == {}
     assert len(list((run_dir / "checkpoints").glob("step-*"))) == 1
+
+
+@PROCESSES
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP])
+def test_process_that_dies_or_freezes_is_replaced_and_its_groups_run_again(
+    example: Start, run_dir: Path, module: str, name: str, sign: signal.Signals
+) -> None:
+    run = example("total_train_steps=100", "scheduler.heartbeat_seconds=3")
+    run.wait_for(r"^step 10/100 ")
+    victim = run.only(module)
+    os.kill(victim, sign)
+    assert run.wait() == 0, run.text
+    how = "was killed by signal 9" if sign == signal.SIGKILL else "was frozen"
+    assert f"{name} (pid {victim}) {how}" in run.text
+    assert "it is started again" in run.text
+    assert "Traceback" not in run.text
+    metrics = rows_of(run_dir / "metrics.jsonl")
+    assert [row["step"] for row in metrics if "reward" in row] == list(range(1, 101))
+    tasks = [row["task_id"] for row in rows_of(run_dir / "rollouts.jsonl")]
+    assert {tasks.count(task) for task in tasks} == {4}, "a group was trained twice, or in part"
+    assert set(summary_of(run_dir)["rejections"]) <= {"stale"}
+
+
+EXITING = """
+import os
+from pathlib import Path
+from areal.workflow.openai.math_agent import MathAgent
+
+
+class Exiting(MathAgent):
+    async def run(self, data, **extra_kwargs):
+        reward = await super().run(data, **extra_kwargs)
+        exits = Path("exits")
+        if len(list(exits.iterdir())) < int(os.environ["EXITS"]):
+            (exits / str(os.getpid())).touch()
+            os._exit(7)
+        return reward
+"""
+
+
+@pytest.mark.parametrize("exits", [1, 9])
+def test_agent_that_ends_its_worker_costs_the_episodes_there_and_in_the_end_the_run(
+    example: Start, run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exits: int
+) -> None:
+    (tmp_path / "exiting.py").write_text(EXITING)
+    (tmp_path / "exits").mkdir()
+    monkeypatch.setenv("EXITS", str(exits))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    run = example("total_train_steps=3", "workflow=exiting.Exiting")
+    code = run.wait()
+    if exits == 1:
+        assert code == 0, run.text
+        assert len(rows_of(run_dir / "rollouts.jsonl")) == 3 * 4 * 4
+        assert set(summary_of(run_dir)["rejections"]) <= {"stale"}
+    else:
+        assert code == 2, run.text
+        assert len(list((tmp_path / "exits").iterdir())) == 4
+        assert "exited with code 7" in run.lines[-1]
+        assert "3 restarts within an hour are as many as scheduler.max_restarts allows" in run.lines[-1]
+        assert "rollout.agent.mode=subproc" in run.lines[-1]
 
 
 def test_sigterm_saves_and_leaves_no_process(example: Start, run_dir: Path) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 from areal.api.errors import RejectReason
 from areal.api.messages import Episode, GroupResult, GroupTask, Rejection, Row
 from areal.rollout.admission import Admission
+from areal.rollout.dispatch import GroupWorker
 from areal.rollout.pipeline import Pipeline
 
 DEADLINE_SECONDS = 20
@@ -39,6 +40,7 @@ class HeldWorker:
     """Holds every group until the test gives its result, or the error to raise."""
 
     def __init__(self) -> None:
+        self.present = True
         self.tasks: list[GroupTask] = []
         self.cancelled: list[int] = []
         self._held: dict[int, asyncio.Future[GroupResult]] = {}
@@ -47,6 +49,16 @@ class HeldWorker:
     @property
     def running(self) -> list[int]:
         return list(self._held)
+
+    async def until_present(self) -> None:
+        async with asyncio.timeout(DEADLINE_SECONDS):
+            while not self.present:
+                self._changed.clear()
+                await self._changed.wait()
+
+    def come_back(self) -> None:
+        self.present = True
+        self._changed.set()
 
     async def run_group(self, task: GroupTask) -> GroupResult:
         self.tasks.append(task)
@@ -75,7 +87,7 @@ class HeldWorker:
                 await self._changed.wait()
 
 
-class PromptWorker:
+class PromptWorker(GroupWorker):
     """Finishes every group at once, under the version that `version()` says; counts how many episodes run."""
 
     def __init__(self, pipeline_version: Any) -> None:

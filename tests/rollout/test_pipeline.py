@@ -7,7 +7,7 @@ import threading
 import pytest
 from fake_workers import DEADLINE_SECONDS, HeldWorker, PromptWorker, group, make_pipeline
 
-from areal.api.errors import NothingAccepted, ProcessDied, RejectReason, WeightMismatch, WorkflowError
+from areal.api.errors import GroupLost, NothingAccepted, ProcessDied, RejectReason, WeightMismatch, WorkflowError
 
 
 async def soon(awaitable):
@@ -371,3 +371,34 @@ async def test_cancelled_evaluation_cancels_its_episodes(worker):
 async def test_evaluation_of_nothing_is_nothing(worker):
     pipeline = make_pipeline([worker])
     assert await soon(pipeline.evaluate([], greedy=False, max_running=4)) == []
+
+
+async def test_group_that_is_lost_with_its_worker_runs_again_elsewhere_and_is_not_rejected() -> None:
+    first, second = HeldWorker(), HeldWorker()
+    pipeline = make_pipeline([first, second], batch_size=1, max_staleness=0)
+    pipeline.publish(0, "d0")
+    await first.until_running(0)
+    first.present = False
+    first.break_down(0, GroupLost("rollout worker 0 was killed"))
+    await second.until_running(0)
+    second.finish(group(0))
+    assert [result.task_id for result in await pipeline.take(1)] == [0]
+    assert pipeline.rejections.counts.total() == 0
+    assert pipeline.pop_rejected() == []
+    await pipeline.aclose()
+
+
+async def test_group_that_is_lost_waits_for_the_only_worker_to_come_back() -> None:
+    worker = HeldWorker()
+    pipeline = make_pipeline([worker], batch_size=1, max_staleness=0)
+    pipeline.publish(0, "d0")
+    await worker.until_running(0)
+    worker.present = False
+    worker.break_down(0, GroupLost("rollout worker 0 was killed"))
+    await worker.until_running()
+    worker.come_back()
+    await worker.until_running(0)
+    worker.finish(group(0))
+    assert [result.task_id for result in await pipeline.take(1)] == [0]
+    assert [task.task_id for task in worker.tasks] == [0, 0]
+    await pipeline.aclose()

@@ -7,12 +7,12 @@ from fake_workers import group
 
 from areal.api.messages import GroupResult, GroupTask, Stall
 from areal.infra.rpc.wire import api_wire
-from areal.rollout.dispatch import Dispatch
+from areal.rollout.dispatch import Dispatch, GroupWorker
 
 STALL = Stall("mine.py:41", "run", "time.sleep(3)", "await asyncio.sleep(...)", "mine.Agent", 7, 0.5, process=-1)
 
 
-class BlockedWorker:
+class BlockedWorker(GroupWorker):
     """Each of its groups comes with a stall."""
 
     def __init__(self, stall: Stall) -> None:

@@ -9,7 +9,7 @@ import threading
 import pytest
 from sdk_call import DATA, chat
 
-from areal.api.errors import RejectReason, WorkflowError
+from areal.api.errors import GroupLost, RejectReason, WorkflowError
 from areal.api.messages import GroupTask
 from areal.config.rollout import AgentConfig
 from areal.proxy import NO_SESSION_KEY
@@ -255,3 +255,48 @@ async def test_episode_that_blocks_for_its_whole_time_is_rejected_and_others_go_
     assert "waits_for_itself blocked the event loop for longer than 0.5 s" in rejection.detail
     assert "threading.Event().wait()" in rejection.trace
     assert len(after.episodes) == 1
+
+
+class Failing:
+    """Asks the engine, and fails when it is gone."""
+
+    gone: asyncio.Event
+    asked: asyncio.Event
+
+    async def run(self, data, **kwargs):
+        await chat(kwargs, data["messages"])
+        type(self).asked.set()
+        await type(self).gone.wait()
+        raise KeyError("it had to do with the engine")
+
+
+async def test_group_whose_engine_goes_away_is_lost_and_not_rejected(start_worker, engine_listener):
+    Failing.gone, Failing.asked = asyncio.Event(), asyncio.Event()
+    worker = await start_worker(Failing)
+    running = asyncio.ensure_future(worker.run_group(task()))
+    await asyncio.wait_for(Failing.asked.wait(), 30)
+    (channel,) = engine_listener.channels
+    await channel.close()
+    await worker._remote.channel.closed
+    Failing.gone.set()
+    with pytest.raises(GroupLost, match="the engine went away while the group of task 7 ran"):
+        await asyncio.wait_for(running, 30)
+
+
+class Asking:
+    async def run(self, data, **kwargs):
+        await chat(kwargs, data["messages"])
+        return 1.0
+
+
+async def test_calls_wait_for_an_engine_that_is_started_again(start_worker, engine_listener):
+    worker = await start_worker(Asking)
+    (channel,) = engine_listener.channels
+    await channel.close()
+    await worker._remote.channel.closed
+    running = asyncio.ensure_future(worker.run_group(task(2)))
+    done, _ = await asyncio.wait({running}, timeout=0.05)
+    assert not done
+    await worker.reconnect()
+    result = await asyncio.wait_for(running, 30)
+    assert [episode.reward for episode in result.episodes] == [1.0, 1.0]

@@ -2,12 +2,16 @@
 
 Streamed tokens are gathered: all that one decode step draws travels in one message. The call of a stream returns the
 whole answer after its last tokens.
+
+An engine that died may be started again. Then calls wait for the new connection and are made again there; a request is
+complete in itself, so its caller notices nothing. Only a stream whose first tokens have arrived cannot begin again.
 """
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from areal.api.engine_api import EngineHealth, WeightUpdate
@@ -24,11 +28,36 @@ _TOKENS = "tokens"
 class RemoteEngine:
     """Implements `InferenceEngine`. The channel belongs to it: streamed tokens arrive there."""
 
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
+    def __init__(self, channel: Channel | None = None, *, returns: bool = False) -> None:
+        """`returns`: whoever made this starts the engine again if it dies, and calls `connect` or `give_up`."""
+        self.channel: Channel | None = None
+        self._returns = returns
+        self._changed = asyncio.Event()
+        """Set at the next `connect` or `give_up`."""
         self._streams: dict[int, _Inbox] = {}
         self._numbers = itertools.count()
+        if channel is not None:
+            self.connect(channel)
+
+    def connect(self, channel: Channel) -> None:
+        """Use this connection from now on."""
         channel.handlers[_TOKENS] = self._receive
+        self.channel = channel
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def give_up(self) -> None:
+        """The engine will not be started again: whoever waits for that gets an EngineError."""
+        self._returns = False
+        self._changed.set()
+
+    async def until_connected(self) -> Channel:
+        """The open connection; waits for one while the engine is being started."""
+        while self.channel is None or not self.channel.is_open:
+            if not self._returns:
+                raise EngineError("the engine is gone")
+            await self._changed.wait()
+        return self.channel
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
         response: ModelResponse = await self._call("agenerate", req, timeout_seconds=None)
@@ -37,7 +66,8 @@ class RemoteEngine:
     async def astream(self, req: ModelRequest) -> AsyncGenerator[TokenChunk, None]:
         stream, inbox = next(self._numbers), _Inbox()
         self._streams[stream] = inbox
-        call = asyncio.ensure_future(self._call("astream", stream, req, timeout_seconds=None))
+        sent = partial(self._call, "astream", stream, req, timeout_seconds=None, may_repeat=lambda: not inbox.begun)
+        call = asyncio.ensure_future(sent())
         call.add_done_callback(lambda _: inbox.arrived.set())
         try:
             response: ModelResponse | None = None
@@ -71,18 +101,29 @@ class RemoteEngine:
         return pauses
 
     async def aclose(self) -> None:
-        await self._channel.close()
+        self.give_up()
+        if self.channel is not None:
+            await self.channel.close()
 
     def _receive(self, parcels: list[Any]) -> None:
         for stream, *parts in parcels:
             if stream in self._streams:  # otherwise its reader is gone, and the cancelled call stops the engine
                 self._streams[stream].add(*parts)
 
-    async def _call(self, method: str, *args: Any, timeout_seconds: float | None = CONTROL_SECONDS) -> Any:
-        try:
-            return await self._channel.call(method, *args, timeout_seconds=timeout_seconds)
-        except ChannelClosed as error:
-            raise EngineError(f"the engine is gone: {error}") from None
+    async def _call(
+        self,
+        method: str,
+        *args: Any,
+        timeout_seconds: float | None = CONTROL_SECONDS,
+        may_repeat: Callable[[], bool] = lambda: True,
+    ) -> Any:
+        while True:
+            channel = await self.until_connected()
+            try:
+                return await channel.call(method, *args, timeout_seconds=timeout_seconds)
+            except ChannelClosed as error:
+                if not (self._returns and may_repeat()):
+                    raise EngineError(f"the engine is gone: {error}") from None
 
 
 class _Inbox:
@@ -90,6 +131,8 @@ class _Inbox:
 
     def __init__(self) -> None:
         self.arrived = asyncio.Event()
+        self.begun = False
+        """Whether tokens have arrived."""
         self._pending = TokenChunk([], [], [])
         self._taken = 0
 
@@ -97,6 +140,7 @@ class _Inbox:
         self._pending.tokens += tokens
         self._pending.logprobs += logprobs
         self._pending.versions += versions
+        self.begun = True
         self.arrived.set()
 
     def take(self, response: ModelResponse | None) -> TokenChunk:
