@@ -38,13 +38,18 @@ def _beat(pipe: int) -> None:
 
 
 class Heartbeat:
-    """At the driver: notices that a process has been silent for `seconds`, once it has sent its first heartbeat."""
+    """At the driver: notices that a process has been silent for `seconds`.
+
+    Before its first heartbeat a process may be loading its code, so then only one that is stopped counts as frozen.
+    """
 
     def __init__(self, seconds: float | None) -> None:
         """None = it may be silent for ever."""
         self._seconds = seconds
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
+        self._beats = False
+        """Whether there was a heartbeat."""
         self._busy_at: int | None = None
         """The processor time that it had used when it was found silent; None since its last heartbeat."""
         ours, theirs = os.pipe()
@@ -65,6 +70,7 @@ class Heartbeat:
         self._pid, self._on_frozen = pid, on_frozen
         self._theirs.close()
         self._loop.add_reader(self._ours, self._read)
+        self._wait()
 
     def close(self) -> None:
         if self._timer is not None:
@@ -78,7 +84,7 @@ class Heartbeat:
         if not self._ours.read(4096):  # the process has ended
             self.close()
             return
-        self._busy_at = None
+        self._beats, self._busy_at = True, None
         self._wait()
 
     def _wait(self) -> None:
@@ -92,7 +98,7 @@ class Heartbeat:
             state, used = _state(self._pid)
         except (FileNotFoundError, ProcessLookupError):  # it has ended, or this system does not tell
             return
-        if state in _STOPPED or used == self._busy_at:
+        if state in _STOPPED or (self._beats and used == self._busy_at):
             stopped = "a signal or a debugger has stopped it" if state in _STOPPED else "it does not compute either"
             self.close()
             self._on_frozen(f"no sign of life for {self._seconds:g} s; {stopped}")

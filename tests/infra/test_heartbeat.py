@@ -69,6 +69,16 @@ async def test_process_whose_event_loop_is_blocked_is_not_frozen(
     assert "frozen" not in placement.describe_exit()
 
 
+async def test_process_that_is_stopped_before_it_connects_is_frozen_too(
+    scheduler: LocalScheduler, tmp_path: Path
+) -> None:
+    argv = [sys.executable, "-c", "import signal; signal.pause()"]
+    placement = await scheduler.start(Command("engine", argv, tmp_path / "log.txt", heartbeat_seconds=0.1))
+    os.kill(placement.pid, signal.SIGSTOP)
+    assert await asyncio.wait_for(placement.wait(), 30) == -signal.SIGKILL
+    assert "was frozen" in placement.describe_exit()
+
+
 class SilentProcess:
     """A process that gives one sign of life and no more."""
 
