@@ -3,7 +3,7 @@
 A thread looks a few times per second at the stack of the loop's own thread; the loop itself does nothing for it. A
 callback that is seen again and again is a stall from `seconds` on: it is reported at once, and once more with its
 duration when it has ended. Durations are true to within one look. Time spent importing does not count: it is spent
-once, by the first call of an SDK.
+once, by the first call of an SDK. Nor does time for which the thread could run and other processes had the processor.
 
 A callback that waits for its own event loop (a synchronous client that calls the proxy of its own process) would wait
 for ever: on the main thread, at a limit, `LoopBlocked` is raised inside it.
@@ -77,11 +77,13 @@ class StallWatch:
         self._watched = 0
         """The id of the loop's thread."""
         self._cpu_seconds: Callable[[], float] = time.thread_time
+        self._starved_seconds: Callable[[], float] = lambda: 0.0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="areal stall watch", daemon=True)
         self._run: FrameType | None = None
         """The run of a callback that was seen last."""
         self._since = 0.0
+        """When it began, moved on by the time that it could not run for."""
         self._stall: Stall | None = None
         self._too_long: FrameType | None = None
         """The run that is to be interrupted."""
@@ -91,6 +93,7 @@ class StallWatch:
         """Watch the event loop of the calling thread."""
         self._watched = threading.get_ident()
         self._cpu_seconds = _cpu_clock(self._watched)
+        self._starved_seconds = starvation_clock(threading.get_native_id())
         if self._limit_seconds is not None and threading.current_thread() is threading.main_thread():
             self._handler_before = signal.signal(INTERRUPT, self._interrupt)
         self._thread.start()
@@ -103,12 +106,15 @@ class StallWatch:
             signal.signal(INTERRUPT, self._handler_before)
 
     def _watch(self) -> None:
-        looked, used = time.monotonic(), self._cpu_seconds()
+        looked, used, starved = time.monotonic(), self._cpu_seconds(), self._starved_seconds()
         while not self._stop.wait(self._period):
             callback, now, used_now = running_callback(self._watched), time.monotonic(), self._cpu_seconds()
+            starved_now = self._starved_seconds()
+            starving, starved = starved_now - starved, starved_now
+            self._since += starving
             # A call that keeps Python's lock also keeps this thread from looking; it shows as the loop's CPU time.
             locked = now - looked > self._seconds and used_now - used > self._seconds / 2
-            self._look(callback, now, began=looked if locked else (looked + now) / 2)
+            self._look(callback, now, began=looked + starving if locked else (looked + now) / 2)
             looked, used = now, used_now
         self._end(time.monotonic())
 
@@ -167,6 +173,20 @@ def _cpu_clock(thread_id: int) -> Callable[[], float]:
         return lambda: 0.0
     clock = time.pthread_getcpuclockid(thread_id)
     return lambda: time.clock_gettime(clock)
+
+
+def starvation_clock(native_thread_id: int) -> Callable[[], float]:
+    """For how long a thread could run and had to wait for a processor, where the system can say it; else always 0."""
+    path = Path(f"/proc/self/task/{native_thread_id}/schedstat")
+
+    def read() -> float:
+        return int(path.read_text().split()[1]) / 1e9
+
+    try:
+        read()
+    except (OSError, ValueError, IndexError):
+        return lambda: 0.0
+    return read
 
 
 @dataclass(frozen=True)

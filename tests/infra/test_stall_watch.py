@@ -2,9 +2,12 @@
 
 import asyncio
 import importlib
+import os
 import re
+import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,7 +19,7 @@ import pytest
 from areal.api.messages import Stall
 from areal.infra import workflow_context
 from areal.infra.blocking_calls import remedy_for
-from areal.infra.stalls import LoopBlocked, StallLog, StallWatch, describe_ended, describe_ongoing
+from areal.infra.stalls import LoopBlocked, StallLog, StallWatch, describe_ended, describe_ongoing, starvation_clock
 from areal.infra.workflow_context import WorkflowContext
 
 SECONDS = 0.05
@@ -92,6 +95,32 @@ async def test_waiting_loop_is_not_a_stall() -> None:
     with reported.watching():
         await asyncio.wait((asyncio.create_task(asyncio.Event().wait()),), timeout=3 * SECONDS)
     assert (reported.began, reported.ended) == ([], [])
+
+
+async def test_callback_that_other_processes_keep_from_running_is_not_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    reported = ReportedStalls()
+    monkeypatch.setattr("areal.infra.stalls.starvation_clock", lambda thread: time.monotonic)  # starved all the time
+    with reported.watching():
+        threading.Event().wait(4 * SECONDS)
+    assert (reported.began, reported.ended) == ([], [])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="the kernel does not say it")
+def test_starvation_is_the_time_that_a_thread_waits_for_a_processor() -> None:
+    allowed, clock = os.sched_getaffinity(0), starvation_clock(threading.get_native_id())
+    os.sched_setaffinity(0, {min(allowed)})  # this thread, and the process that it starts
+    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        before, deadline = clock(), time.monotonic() + DEADLINE_SECONDS
+        while clock() - before < 2 * SECONDS and time.monotonic() < deadline:
+            pass
+        assert clock() - before >= 2 * SECONDS
+        assert clock() - before < time.monotonic() - (deadline - DEADLINE_SECONDS)
+    finally:
+        busy.kill()
+        busy.wait()
+        os.sched_setaffinity(0, allowed)
 
 
 @pytest.fixture
