@@ -8,10 +8,13 @@ ArealError
 ├── TraceError                  a trace to be simulated cannot be read
 ├── RunExists                   a run of that name exists and must not be overwritten
 ├── EngineError                 the inference engine failed
+│   ├── EngineGone              the engine has ended; another may go on with what it had drawn
 │   ├── RequestError            one request is impossible; the engine is fine
 │   │   ├── ContextLengthError  prompt and answer do not fit the model's positions
+│   │   ├── DrawnRefused        an engine cannot go on from tokens that were drawn before
 │   │   └── GrammarError        an answer cannot be held to its grammar
 │   └── WeightMismatch          tokens came from weights that were never published
+├── PlacementRefused            a scheduler has no place for what was asked; says what is free
 ├── ProcessDied                 a process of the run ended; says which and how
 ├── GroupLost                   a process that a group of episodes needed ended; the group runs again
 ├── NothingAccepted             every episode is rejected; says why
@@ -34,7 +37,9 @@ __all__ = [
     "ConfigError",
     "ContextLengthError",
     "DatasetError",
+    "DrawnRefused",
     "EngineError",
+    "EngineGone",
     "EpisodeRejected",
     "EpisodeTimeout",
     "GrammarError",
@@ -43,6 +48,7 @@ __all__ = [
     "NoInteractions",
     "NonFiniteUpdate",
     "NothingAccepted",
+    "PlacementRefused",
     "ProcessDied",
     "RejectReason",
     "RequestError",
@@ -79,6 +85,10 @@ class EngineError(ArealError):
     """The inference engine failed."""
 
 
+class EngineGone(EngineError):
+    """The engine has ended; another may go on with what it had drawn."""
+
+
 class RequestError(EngineError):
     """One request is impossible as asked; the engine is fine."""
 
@@ -87,12 +97,20 @@ class ContextLengthError(RequestError):
     """Prompt and answer together do not fit the model's positions."""
 
 
+class DrawnRefused(RequestError):
+    """An engine cannot go on from the tokens in `ModelRequest.drawn`; without them it may answer the request."""
+
+
 class GrammarError(RequestError):
     """An answer cannot be held to its grammar; the message begins with where that came from."""
 
 
 class WeightMismatch(EngineError):
     """Tokens came from weights that the trainer never published."""
+
+
+class PlacementRefused(ArealError):
+    """A scheduler has no place for what was asked, or not in time; says what was asked for and what is free."""
 
 
 class ProcessDied(ArealError):

@@ -12,21 +12,19 @@ import secrets
 import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from asyncio.subprocess import Process
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
 from areal.api.errors import ProcessDied
-from areal.config.keys import ADMIN_KEY_VARIABLE
 from areal.infra.heartbeat import Heartbeat
 from areal.infra.scheduler import guardian
-from areal.infra.scheduler.base import Command
-from areal.utils.net import bypass_proxies
-from areal.utils.threads import ALONE, SHARING
+from areal.infra.scheduler.base import Command, child_environment
 
 STOP_SECONDS = 5.0
 KILL_SECONDS = 5.0
@@ -52,7 +50,7 @@ class LocalScheduler:
                     stdin=stdin,
                     stdout=log,
                     stderr=log,
-                    env=_child_environment(os.environ) | command.env | heartbeat.env,
+                    env=child_environment(os.environ) | command.env | heartbeat.env,
                     pass_fds=[heartbeat.inherited],
                     start_new_session=True,
                 )
@@ -90,6 +88,7 @@ class LocalPlacement:
         self.name = command.name
         self.pid = process.pid
         self.log_path = command.log_path
+        self.host, self.address = socket.gethostname(), "127.0.0.1"
         self._process = process
         self._guardian = guardian
         self._heartbeat = heartbeat
@@ -192,14 +191,6 @@ class _Guardian:
         assert self._process.stdin is not None
         self._process.stdin.write(line)
         self._process.stdin.flush()
-
-
-def _child_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """`environ` and what every process of a run needs."""
-    # The admin key is for the driver, which hands it on: agents run in these processes, and must not find it there.
-    withheld = {*(name for name, value in ALONE.items() if environ.get(name) == value), ADMIN_KEY_VARIABLE}
-    chosen = {name: value for name, value in environ.items() if name not in withheld}
-    return SHARING | {"PYTHONUNBUFFERED": "1"} | chosen | bypass_proxies(environ)
 
 
 def _open_log(path: Path) -> BinaryIO:
