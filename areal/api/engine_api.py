@@ -36,12 +36,19 @@ class InferenceEngine(Protocol):
         """Complete a prompt. Cancelling the call aborts the generation."""
         ...
 
-    def astream(self, req: ModelRequest) -> AsyncGenerator[TokenChunk, None]:
-        """The same, in chunks as tokens are sampled; the last holds the whole answer. Closing it aborts."""
+    def astream(self, req: ModelRequest, *, every_seconds: float = 0.0) -> AsyncGenerator[TokenChunk, None]:
+        """The same, in chunks as tokens are sampled; the last holds the whole answer. Closing it aborts.
+
+        `every_seconds`: the tokens of so many seconds may be gathered in one chunk, which costs the engine less.
+        """
+        ...
+
+    async def stage_weights(self, update: WeightUpdate) -> None:
+        """Fetch and verify weights, while generation goes on with the present ones, so that the swap is short."""
         ...
 
     async def update_weights(self, update: WeightUpdate) -> None:
-        """Swap weights between two decode steps; running requests go on with the new ones."""
+        """Swap weights between two decode steps; running requests go on with the new ones. Stages them if needed."""
         ...
 
     async def pause(self) -> None:

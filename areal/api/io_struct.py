@@ -31,6 +31,11 @@ class ModelRequest:
     """None = the answer may be anything. Either way, log-probs are those of the unmasked distribution."""
     images: list[bytes] = field(default_factory=list)
     """Encoded images (PNG, JPEG, …) in the order of their places in `input_ids`, which hold placeholder tokens."""
+    session: str = ""
+    """The conversation it belongs to, which stays with the engine that has its beginning cached; empty = none."""
+    drawn: "TokenChunk | None" = None
+    """How the answer begins, if that was drawn before, perhaps by another engine, which goes on from there. These
+    tokens count as the answer's own: against max_new_tokens and min_new_tokens, and for stop texts and grammars."""
 
     def __post_init__(self) -> None:
         try:
@@ -71,8 +76,17 @@ class ModelResponse:
 class TokenChunk:
     """Part of an answer that is still being sampled: the tokens since the previous chunk."""
 
-    tokens: list[int]
-    logprobs: list[float]
-    versions: list[int]
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
     response: ModelResponse | None = None
-    """The whole answer; in the last chunk only."""
+    """The whole answer, `ModelRequest.drawn` included; in the last chunk only."""
+    digests: dict[int, str] = field(default_factory=dict)
+    """Digest of the weights of each version in `versions`."""
+
+    def extend(self, later: "TokenChunk") -> None:
+        """Append what was drawn next."""
+        self.tokens += later.tokens
+        self.logprobs += later.logprobs
+        self.versions += later.versions
+        self.digests |= later.digests

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from areal.api.engine_api import EngineHealth, WeightUpdate
-from areal.api.errors import EngineError
+from areal.api.errors import EngineError, EngineGone
 from areal.api.io_struct import ModelRequest, ModelResponse, StopReason, TokenChunk
 from areal.engine.inference.grammar import GrammarCompiler
 from areal.engine.inference.model_runner import MixedRunner, ModelRunner, Piece, WholePrompts
@@ -68,6 +68,8 @@ class EmbeddedEngine:
         self._tokenizer = tokenizer
         self._grammars = GrammarCompiler(tokenizer, runner.vocab_size)
         self._published = PublishedWeights()
+        self._staged: tuple[WeightUpdate, torch.Tensor] | None = None
+        """Weights that were checked and wait for the swap."""
         self._version = version
         self._digests = {version: digest(runner.flat)}
         self._loop: asyncio.Task[None] | None = None
@@ -90,16 +92,23 @@ class EmbeddedEngine:
             self._scheduler.abort(sequence)
             raise
 
-    async def astream(self, req: ModelRequest) -> AsyncGenerator[TokenChunk, None]:
+    async def astream(self, req: ModelRequest, *, every_seconds: float = 0.0) -> AsyncGenerator[TokenChunk, None]:
         sequence = await self._admit(req)
+        sent, response = len(sequence.resumed.tokens), None
         try:
-            async for chunk in sequence.chunks():
-                yield chunk
+            while response is None:
+                await sequence.until_grown(every_seconds)
+                response = sequence.done.result() if sequence.done.done() else None
+                sequence.record_version(self._version)
+                if sequence.drawn > sent or response is not None:
+                    chunk = sequence.chunk(sent, self._digests, response)
+                    sent = sequence.drawn
+                    yield chunk
         finally:
             self._scheduler.abort(sequence)
 
-    async def update_weights(self, update: WeightUpdate) -> None:
-        """Check the new weights while generation goes on, then copy them between two steps."""
+    async def stage_weights(self, update: WeightUpdate) -> None:
+        """Map the new weights and check them while generation goes on."""
         self._check_alive()
         size = self._runner.flat.numel()
         if size < SMALL_WEIGHTS:
@@ -107,10 +116,19 @@ class EmbeddedEngine:
         else:
             published = await asyncio.to_thread(self._published.read, update, size)
             self._check_alive()
+        self._staged = (update, published)
+
+    async def update_weights(self, update: WeightUpdate) -> None:
+        """Copy the new weights between two steps, checked before."""
+        self._check_alive()
+        if self._staged is None or self._staged[0] != update:
+            await self.stage_weights(update)
+        assert self._staged is not None
+        published, self._staged = self._staged[1], None
         running = self._scheduler.running
         if running and self._pause_began is None:
             self._pause_began = time.monotonic()
-        for sequence in running.sequences:
+        for sequence in (*running.sequences, *self._scheduler.restarting):
             sequence.record_version(self._version)
         self._runner.flat.copy_(published)
         self._version = update.version
@@ -164,6 +182,11 @@ class EmbeddedEngine:
         if req.grammar is not None:
             sequence.grammar = await self._grammars.begin(req.grammar)
             self._check_alive()
+        if req.drawn is not None:
+            reason = sequence.resume(req.drawn, self._digests)
+            if reason is not None:  # it was complete
+                sequence.answer(sequence.response(reason, self._digests))
+                return sequence
         self._scheduler.add(sequence)
         self._wake()
         return sequence
@@ -293,12 +316,12 @@ class EmbeddedEngine:
 
     def _check_alive(self) -> None:
         if self._ended is not None:
-            raise EngineError(self._ended)
+            raise EngineGone(self._ended)
 
     def _end(self, why: str) -> None:
         self._ended = self._ended or why
         for sequence in self._scheduler.clear():
-            sequence.fail(EngineError(why))
+            sequence.fail(EngineGone(why))
 
 
 _MERGE_GAP_SECONDS = 0.005

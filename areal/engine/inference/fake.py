@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 from areal.api.engine_api import EngineHealth, WeightUpdate
-from areal.api.errors import EngineError, RequestError
+from areal.api.errors import EngineGone, RequestError
 from areal.api.io_struct import ModelRequest, ModelResponse, StopReason, TokenChunk
 from areal.engine.inference.grammar import GrammarCompiler
 from areal.engine.inference.sequence import SequenceState
@@ -70,7 +70,7 @@ class FakeEngine:
         assert response is not None
         return response
 
-    async def astream(self, req: ModelRequest) -> AsyncGenerator[TokenChunk, None]:
+    async def astream(self, req: ModelRequest, *, every_seconds: float = 0.0) -> AsyncGenerator[TokenChunk, None]:
         self.requests.append(req)
         self._check_alive()
         sequence = SequenceState.of(
@@ -78,20 +78,27 @@ class FakeEngine:
         )
         if req.grammar is not None and self._constrained:
             sequence.grammar = self._grammars.begin_now(req.grammar)
+        reason = None if req.drawn is None else sequence.resume(req.drawn, self._digests)
+        if reason is not None:  # it was complete
+            yield TokenChunk(response=sequence.response(reason, self._digests))
+            return
         self._sequences.add(sequence)
         self._in_flight_changed.set()
         try:
             scripted = None if self.script is None else list(self.script(req.input_ids))
-            sent, reason = 0, None
+            sent = sequence.drawn
             while reason is None:
                 await self._turn(req, sequence)
                 reason = self._draw(sequence) if scripted is None else self._draw_scripted(sequence, scripted)
                 response = None if reason is None else sequence.response(reason, self._digests)
-                yield sequence.chunk(sent, response)
+                yield sequence.chunk(sent, self._digests, response)
                 sent = sequence.drawn
         finally:
             self._sequences.discard(sequence)
             self._in_flight_changed.set()
+
+    async def stage_weights(self, update: WeightUpdate) -> None:
+        self._check_alive()
 
     async def update_weights(self, update: WeightUpdate) -> None:
         self._check_alive()
@@ -158,7 +165,7 @@ class FakeEngine:
 
     def _draw_scripted(self, sequence: SequenceState, scripted: list[int]) -> StopReason | None:
         """A script may draw stop tokens early, but not break a grammar."""
-        if not scripted:
+        if len(scripted) <= sequence.drawn:
             return "stop"
         token, last = scripted[sequence.drawn], sequence.drawn + 1 == len(scripted)
         grammar = sequence.grammar
@@ -180,4 +187,4 @@ class FakeEngine:
 
     def _check_alive(self) -> None:
         if self._closed:
-            raise EngineError("the engine was closed")
+            raise EngineGone("the engine was closed")

@@ -22,7 +22,7 @@ from areal.infra.rpc.channel import Channel, ChannelClosed, Handler
 CONTROL_SECONDS = 60.0
 """How long a control call may take: it is served between two decode steps."""
 _TOKENS = "tokens"
-"""The message with streamed tokens: a list of [stream, tokens, logprobs, versions]."""
+"""The message with streamed tokens: a list of [stream, tokens, logprobs, versions], and the digests of the versions."""
 
 
 class RemoteEngine:
@@ -63,22 +63,35 @@ class RemoteEngine:
         response: ModelResponse = await self._call("agenerate", req, timeout_seconds=None)
         return response
 
-    async def astream(self, req: ModelRequest) -> AsyncGenerator[TokenChunk, None]:
-        stream, inbox = next(self._numbers), _Inbox()
+    async def astream(self, req: ModelRequest, *, every_seconds: float = 0.0) -> AsyncGenerator[TokenChunk, None]:
+        stream, inbox = next(self._numbers), _Inbox(0 if req.drawn is None else len(req.drawn.tokens))
         self._streams[stream] = inbox
-        sent = partial(self._call, "astream", stream, req, timeout_seconds=None, may_repeat=lambda: not inbox.begun)
+        sent = partial(
+            self._call,
+            "astream",
+            stream,
+            req,
+            every_seconds,
+            timeout_seconds=None,
+            may_repeat=lambda: not inbox.begun,
+        )
         call = asyncio.ensure_future(sent())
         call.add_done_callback(lambda _: inbox.arrived.set())
         try:
             response: ModelResponse | None = None
             while response is None:
                 await inbox.arrived.wait()
+                if call.done() and call.exception() is not None and inbox.pending:
+                    yield inbox.take(None)  # what arrived before the engine ended need not be computed again
                 response = call.result() if call.done() else None
                 yield inbox.take(response)
         finally:
             del self._streams[stream]
             call.cancel()
             await asyncio.gather(call, return_exceptions=True)
+
+    async def stage_weights(self, update: WeightUpdate) -> None:
+        await self._call("stage_weights", update)
 
     async def update_weights(self, update: WeightUpdate) -> None:
         await self._call("update_weights", update)
@@ -105,10 +118,10 @@ class RemoteEngine:
         if self.channel is not None:
             await self.channel.close()
 
-    def _receive(self, parcels: list[Any]) -> None:
+    def _receive(self, parcels: list[Any], digests: dict[int, str]) -> None:
         for stream, *parts in parcels:
             if stream in self._streams:  # otherwise its reader is gone, and the cancelled call stops the engine
-                self._streams[stream].add(*parts)
+                self._streams[stream].add(*parts, digests)
 
     async def _call(
         self,
@@ -129,28 +142,35 @@ class RemoteEngine:
 class _Inbox:
     """The tokens of one stream that have arrived and were not taken yet."""
 
-    def __init__(self) -> None:
+    def __init__(self, drawn: int) -> None:
+        """`drawn`: how many tokens the answer had before."""
         self.arrived = asyncio.Event()
         self.begun = False
         """Whether tokens have arrived."""
-        self._pending = TokenChunk([], [], [])
-        self._taken = 0
+        self._pending = TokenChunk()
+        self._taken = drawn
 
-    def add(self, tokens: list[int], logprobs: list[float], versions: list[int]) -> None:
-        self._pending.tokens += tokens
-        self._pending.logprobs += logprobs
-        self._pending.versions += versions
+    @property
+    def pending(self) -> bool:
+        return bool(self._pending.tokens)
+
+    def add(self, tokens: list[int], logprobs: list[float], versions: list[int], digests: dict[int, str]) -> None:
+        self._pending.extend(TokenChunk(tokens, logprobs, versions, digests=digests))
         self.begun = True
         self.arrived.set()
 
     def take(self, response: ModelResponse | None) -> TokenChunk:
         """The new tokens; with the whole answer, all that were not taken before."""
         self.arrived.clear()
-        chunk, self._pending = self._pending, TokenChunk([], [], [])
+        chunk, self._pending = self._pending, TokenChunk()
         if response is not None:
             at = self._taken
             chunk = TokenChunk(
-                response.output_tokens[at:], response.output_logprobs[at:], response.output_versions[at:], response
+                tokens=response.output_tokens[at:],
+                logprobs=response.output_logprobs[at:],
+                versions=response.output_versions[at:],
+                response=response,
+                digests=response.digests,
             )
         self._taken += len(chunk.tokens)
         return chunk
@@ -158,7 +178,7 @@ class _Inbox:
 
 def engine_handlers(engine: Any, channel: Channel | None = None) -> dict[str, Handler]:
     """What a process that holds `engine` answers; streams need the channel that their tokens go back on."""
-    verbs = ("agenerate", "update_weights", "pause", "resume", "health", "activity", "pauses")
+    verbs = ("agenerate", "stage_weights", "update_weights", "pause", "resume", "health", "activity", "pauses")
     handlers: dict[str, Handler] = {verb: getattr(engine, verb) for verb in verbs if hasattr(engine, verb)}
     return handlers if channel is None else handlers | {"astream": _TokenSender(engine, channel).astream}
 
@@ -170,9 +190,10 @@ class _TokenSender:
         self._engine = engine
         self._channel = channel
         self._parcels: list[list[Any]] = []
+        self._digests: dict[int, str] = {}
 
-    async def astream(self, stream: int, req: ModelRequest) -> ModelResponse:
-        async with aclosing(self._engine.astream(req)) as chunks:
+    async def astream(self, stream: int, req: ModelRequest, every_seconds: float) -> ModelResponse:
+        async with aclosing(self._engine.astream(req, every_seconds=every_seconds)) as chunks:
             async for chunk in chunks:
                 if chunk.response is not None:
                     break
@@ -185,8 +206,10 @@ class _TokenSender:
         if not self._parcels:
             asyncio.get_running_loop().call_soon(self._flush)
         self._parcels.append([stream, chunk.tokens, chunk.logprobs, chunk.versions])
+        self._digests |= chunk.digests
 
     def _flush(self) -> None:
         parcels, self._parcels = self._parcels, []
+        digests, self._digests = self._digests, {}
         if self._channel.is_open:
-            self._channel.notify(_TOKENS, parcels)
+            self._channel.notify(_TOKENS, parcels, digests)

@@ -2,13 +2,19 @@
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from areal.api.errors import ContextLengthError, EngineError, RequestError
+from areal.api.errors import (
+    ContextLengthError,
+    DrawnRefused,
+    EngineError,
+    GrammarError,
+    RequestError,
+    WeightMismatch,
+)
 from areal.api.io_struct import ModelRequest, ModelResponse, StopReason, TokenChunk
 from areal.api.messages import Array
 from areal.config.rollout import GenerationHyperparameters
@@ -36,6 +42,8 @@ class SequenceState:
     done: asyncio.Future[ModelResponse] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    resumed: TokenChunk = field(default_factory=TokenChunk)
+    """How the answer began, before it came to this engine."""
     grown: asyncio.Event | None = None
     """Set at every token; None unless the request is streamed."""
     grammar: GrammarState | None = None
@@ -52,8 +60,9 @@ class SequenceState:
                 f"a prompt of {len(req.input_ids)} tokens and max_new_tokens={g.max_new_tokens} "
                 f"exceed the model's {max_positions} positions; shorten the prompt or lower max_new_tokens"
             )
-        if min(req.input_ids) < 0 or max(req.input_ids) >= vocab_size:
-            wrong = next(token for token in req.input_ids if not 0 <= token < vocab_size)
+        tokens = req.input_ids if req.drawn is None else [*req.input_ids, *req.drawn.tokens]
+        if min(tokens) < 0 or max(tokens) >= vocab_size:
+            wrong = next(token for token in tokens if not 0 <= token < vocab_size)
             raise RequestError(
                 f"input_ids must lie in [0, {vocab_size}), got {wrong}; encode prompts with the model's own tokenizer"
             )
@@ -117,6 +126,39 @@ class SequenceState:
                 return "stop"  # nothing was cut off
         return "length" if self.drawn >= self.gconfig.max_new_tokens else None
 
+    def resume(self, drawn: TokenChunk, digests: dict[int, str]) -> StopReason | None:
+        """Begin with tokens that were drawn before; return why the last of them is the answer's last, if it is.
+
+        `digests` are those of this engine's versions. Raises RequestError for tokens that cannot begin the answer, and
+        DrawnRefused, which leaves the request without its drawn tokens possible, where its grammar does not take them.
+        """
+        self._check_drawn(drawn, digests)
+        reason: StopReason | None = None
+        for token, logprob, version in zip(drawn.tokens, drawn.logprobs, drawn.versions, strict=True):
+            if reason is not None:
+                raise RequestError(
+                    f"drawn must end where the answer does ({reason}), got {len(drawn.tokens) - self.drawn} more tokens"
+                )
+            try:
+                reason = self.append(token, logprob, version)
+            except GrammarError as error:
+                raise DrawnRefused(f"token {self.drawn - 1} of drawn breaks the grammar: {error}") from None
+        self.resumed = drawn
+        return reason
+
+    def _check_drawn(self, drawn: TokenChunk, digests: dict[int, str]) -> None:
+        lengths = [len(drawn.tokens), len(drawn.logprobs), len(drawn.versions)]
+        if len(set(lengths)) > 1:
+            raise RequestError(f"drawn must have a log-prob and a version for every token, got {lengths}")
+        if missing := set(drawn.versions) - set(drawn.digests):
+            raise RequestError(f"drawn must have the digest of every version, got none of {sorted(missing)}")
+        for version, digest in drawn.digests.items():
+            if digests.get(version, digest) != digest:
+                raise WeightMismatch(
+                    f"the tokens in drawn say that version {version} has the weights {digest}, this engine has "
+                    f"{digests[version]}; the engines of a run must get the same weights"
+                )
+
     def record_version(self, version: int) -> None:
         """The tokens drawn since the last call are of this version."""
         self.versions += [version] * (len(self.logprobs) - len(self.versions))
@@ -129,7 +171,7 @@ class SequenceState:
             output_logprobs=self.logprobs,
             output_versions=self.versions,
             stop_reason=reason,
-            digests={version: digests[version] for version in set(self.versions)},
+            digests=self._digests(self.versions, digests),
         )
 
     def answer(self, response: ModelResponse) -> None:
@@ -143,24 +185,34 @@ class SequenceState:
             known = isinstance(error, EngineError)
             self.done.set_exception(error if known else EngineError(f"the engine failed at this request: {error!r}"))
 
-    def chunk(self, start: int, response: ModelResponse | None = None) -> TokenChunk:
+    def chunk(self, start: int, digests: dict[int, str], response: ModelResponse | None = None) -> TokenChunk:
         """The tokens drawn from number `start` on."""
+        versions = self.versions[start:]
         return TokenChunk(
-            self.ids[self.prompt_length + start :], self.logprobs[start:], self.versions[start:], response
+            tokens=self.ids[self.prompt_length + start :],
+            logprobs=self.logprobs[start:],
+            versions=versions,
+            response=response,
+            digests=self._digests(versions, digests),
         )
 
-    async def chunks(self) -> AsyncGenerator[TokenChunk, None]:
-        """The answer while it is drawn: a chunk per token, larger ones for a slow reader. Raises what `done` does."""
-        grown = self.grown = asyncio.Event()
-        self.done.add_done_callback(lambda _: grown.set())
-        sent, response = 0, None
-        while response is None:
-            await grown.wait()
-            grown.clear()
-            response = self.done.result() if self.done.done() else None
-            chunk = self.chunk(sent, response)
-            sent = self.drawn
-            yield chunk
+    async def until_grown(self, every_seconds: float) -> None:
+        """Wait for the next token, or for `every_seconds`, in which there may be many; or for the end.
+
+        Only what is read token by token is drawn in the slower way that tells of each.
+        """
+        if every_seconds > 0:
+            await asyncio.wait((self.done,), timeout=every_seconds)
+            return
+        if self.grown is None:
+            grown = self.grown = asyncio.Event()
+            self.done.add_done_callback(lambda _: grown.set())
+        await self.grown.wait()
+        self.grown.clear()
+
+    def _digests(self, versions: list[int], digests: dict[int, str]) -> dict[int, str]:
+        """Of these versions: this engine's, or those that came with the tokens that were drawn before."""
+        return {each: digests.get(each) or self.resumed.digests[each] for each in set(versions)}
 
     def _completes_stop_text(self) -> bool:
         stops = self.gconfig.stop
