@@ -15,11 +15,10 @@ from areal.trainer.update import PolicyUpdate
 
 pytestmark = pytest.mark.slow
 
-ACTOR = ActorConfig(ppo_n_minibatches=2, recompute_logprob=False)
 
-
-def train(engine: TrainingEngine, steps: range) -> None:
-    update = PolicyUpdate(engine, ACTOR, None, seed=1)
+def train(engine: TrainingEngine, steps: range, *, recompute: bool = False) -> None:
+    actor = ActorConfig(ppo_n_minibatches=2, recompute_logprob=recompute)
+    update = PolicyUpdate(engine, actor, None, seed=1)
     for step in steps:
         update.step(make_batch(seed=step))
 
@@ -32,16 +31,17 @@ def save(directory: Path, engine: TrainingEngine, step: int) -> None:
     save_checkpoint(directory, engine, byte_tokenizer(), {"step": step})
 
 
-def test_two_steps_a_restart_and_two_more_are_four_steps(tmp_path: Path) -> None:
+@pytest.mark.parametrize("recompute", [False, True])
+def test_two_steps_a_restart_and_two_more_are_four_steps(tmp_path: Path, recompute: bool) -> None:
     straight = engine_for_a_run()
-    train(straight, range(4))
+    train(straight, range(4), recompute=recompute)
     first = engine_for_a_run()
-    train(first, range(2))
+    train(first, range(2), recompute=recompute)
     save(tmp_path / "step-000002", first, 2)
     second = make_engine(seed=9, lr_scheduler="cosine", warmup_steps=3)
     assert load_checkpoint(tmp_path / "step-000002", second) == {"step": 2}
     assert second.version == 2
-    train(second, range(2, 4))
+    train(second, range(2, 4), recompute=recompute)
     assert torch.equal(second.flat, straight.flat)
     assert second.state()["steps"] == straight.state()["steps"] == 8
 

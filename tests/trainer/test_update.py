@@ -207,6 +207,16 @@ def test_rewarded_tokens_become_likelier_and_the_version_goes_up() -> None:
     assert figures["trained_tokens"] == int((advantages != 0).sum())
 
 
+def test_recomputed_log_probs_are_those_of_the_weights_after_the_last_step() -> None:
+    engine, groups = make_engine(), make_batch()
+    update(groups, engine, recompute_logprob=True)
+    fresh = make_engine()
+    with torch.no_grad():
+        fresh.flat.copy_(engine.flat)
+    batch = whole(groups)
+    assert torch.equal(engine.logprobs(batch), fresh.logprobs(batch))
+
+
 def test_rows_without_reported_logprobs_are_trained_as_if_sampled_just_now() -> None:
     reported = on_policy([make_group(0, [1, 0, 0]), make_group(1, [0, 1, 1])])
     unreported = [make_group(0, [1, 0, 0], reported=False), make_group(1, [0, 1, 1], reported=False)]

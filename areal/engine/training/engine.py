@@ -202,6 +202,8 @@ class TrainingEngine:
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         self._optimizer.step()
+        # The fused step does not count as a change, which is how what was kept of the old weights is known to be old.
+        torch.autograd.graph.increment_version(self.flat)
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
