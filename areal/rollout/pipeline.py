@@ -61,7 +61,6 @@ class Pipeline:
         """Evaluation episodes running."""
         self._evaluations_waiting = 0
         """Calls of `evaluate` that have more to start."""
-        self._evaluations_started = 0
 
     @property
     def rejections(self) -> "Rejections":
@@ -93,14 +92,19 @@ class Pipeline:
         return self._ready.pop_rejected()
 
     async def evaluate(self, tasks: Sequence[dict[str, Any]], *, greedy: bool, max_running: int) -> list[GroupResult]:
-        """Each task once, in order, while training goes on; rejections are part of the results."""
+        """Each task once, in order, while training goes on; rejections are part of the results.
+
+        A task's number follows from its place, so that what it samples does too: the same again for the same weights.
+        """
         running: list[asyncio.Task[GroupResult]] = []
         try:
             self._evaluations_waiting += 1
             try:
-                for data in tasks:
+                for place, data in enumerate(tasks, 1):
                     await self._until(lambda: self._evaluating + self.admission.running * self._n_samples < max_running)
-                    running.append(self._start_evaluation(data, greedy))
+                    # Negative, so that it is the number of no training task.
+                    task = GroupTask(-place, pack_task(data), 1, is_eval=True, greedy=greedy)
+                    running.append(self._start_evaluation(task))
             finally:
                 self._evaluations_waiting -= 1
             return await self._unless_failed(asyncio.gather(*running))
@@ -145,9 +149,7 @@ class Pipeline:
         self._admit()
         self._changed.set()
 
-    def _start_evaluation(self, data: dict[str, Any], greedy: bool) -> asyncio.Task[GroupResult]:
-        self._evaluations_started += 1
-        task = GroupTask(-self._evaluations_started, pack_task(data), 1, is_eval=True, greedy=greedy)
+    def _start_evaluation(self, task: GroupTask) -> asyncio.Task[GroupResult]:
         running = asyncio.ensure_future(self._evaluate_one(task))
         self._evaluating += 1
         running.add_done_callback(self._end_evaluation)
@@ -232,8 +234,8 @@ class ReadyGroups:
                 self._groups.append(result)
 
     def take(self, count: int) -> list[GroupResult]:
-        """The oldest `count`."""
-        self._groups.sort(key=lambda result: result.oldest_version)
+        """The oldest `count`; those of one age in the order of their tasks, not in that of their arrival."""
+        self._groups.sort(key=lambda result: (result.oldest_version, result.task_id))
         batch, self._groups = self._groups[:count], self._groups[count:]
         self._admission.consume(count)
         return batch

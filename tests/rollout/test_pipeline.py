@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import random
 import threading
 
 import pytest
@@ -44,6 +45,27 @@ async def test_batch_is_handed_over_when_enough_groups_are_ready_oldest_first(wo
     assert not batch.done()
     worker.finish(group(2))
     assert [result.task_id for result in await soon(batch)] == [2, 3]
+    await pipeline.aclose()
+
+
+@pytest.mark.parametrize("seed", range(5))
+async def test_synchronous_batches_are_the_same_in_whatever_order_groups_end(worker, seed):
+    """Also if some are rejected, or filtered: each batch is the next four tasks that are not."""
+    draw = random.Random(seed)
+    pipeline = make_pipeline([worker], batch_size=4, max_staleness=0, keep=lambda result: result.task_id != 3)
+    batches = []
+    for version in range(2):
+        pipeline.publish(version, f"w{version}")
+        batch = asyncio.ensure_future(pipeline.take(4))
+        for _ in range(7):  # four groups, and the three that replace others
+            await until_idle()
+            if worker.running:
+                task_id = draw.choice(worker.running)
+                rejected = task_id in (0, 4, 10)
+                worker.finish(group(task_id, version, episodes=int(not rejected), rejected=int(rejected)))
+        batches.append([result.task_id for result in await soon(batch)])
+    assert batches == [[1, 2, 5, 6], [7, 8, 9, 11]]
+    assert sorted(pipeline.pop_rejected()) == [0, 3, 4, 10]
     await pipeline.aclose()
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from fake_workers import make_pipeline
 from sdk_call import DATA, chat
 
 from areal.api.io_struct import ModelRequest
@@ -111,6 +112,21 @@ async def test_every_task_sample_and_call_has_a_seed_of_its_own(start_worker: An
     numbers = list(chain(*seeds().values()))
     assert len(numbers) == len(set(numbers)) == 3 * 4 * 4
     assert all(0 <= number < 2**63 for number in numbers)
+
+
+async def test_evaluations_of_the_same_weights_sample_the_same_answers(start_worker: Any, seeds: Any) -> None:
+    pipeline = make_pipeline([await start_worker(ThreeCalls(), seed=1)])
+    tasks = [DATA] * 3  # equal ones, so that what differs is what they drew
+    first, again = [
+        [
+            sorted(row.input_ids.tolist() for row in result.episodes[0].rows)
+            for result in await pipeline.evaluate(tasks, greedy=False, max_running=max_running)
+        ]
+        for max_running in (1, 8)
+    ]
+    assert first == again
+    assert len({str(answers) for answers in first}) == 3
+    await pipeline.aclose()
 
 
 async def test_calls_made_at_once_have_their_seeds_in_whatever_order_they_come(start_worker: Any, seeds: Any) -> None:
