@@ -22,13 +22,19 @@ ArealError
 └── EpisodeRejected             one episode yields no sample; carries its reason
     ├── AgentFailed             the agent's own code raised
     ├── EpisodeTimeout          it took longer than allowed
-    ├── RewardInvalid           the reward is not a finite number, or names no completion
-    ├── RewardTimeout           the reward function was killed at its deadline
+    ├── RewardError             there is no reward that could be trained on
+    │   ├── RewardInvalid       it is not a finite number, or names no completion
+    │   ├── RewardTimeout       the reward function was killed at its deadline
+    │   ├── RewardRaised        the reward function raised
+    │   ├── RewardLoadFailed    the reward function or its arguments cannot be loaded in a worker process
+    │   └── RewardCrashed       the reward function ended its process
+    │       └── RewardOutOfMemory  it needed more memory than its process may use
     └── NoInteractions          the agent never called the model
 """
 
 from enum import StrEnum
 
+from areal.api.io_struct import TokenChunk
 from areal.config.errors import ArealError, ConfigError
 
 __all__ = [
@@ -52,7 +58,12 @@ __all__ = [
     "ProcessDied",
     "RejectReason",
     "RequestError",
+    "RewardCrashed",
+    "RewardError",
     "RewardInvalid",
+    "RewardLoadFailed",
+    "RewardOutOfMemory",
+    "RewardRaised",
     "RewardTimeout",
     "RunExists",
     "TraceError",
@@ -87,6 +98,11 @@ class EngineError(ArealError):
 
 class EngineGone(EngineError):
     """The engine has ended; another may go on with what it had drawn."""
+
+    def __init__(self, text: str, drawn: TokenChunk | None = None) -> None:
+        super().__init__(text)
+        self.drawn = drawn or TokenChunk()
+        """What is known of the answer beyond `ModelRequest.drawn`; a stream has given it to its reader instead."""
 
 
 class RequestError(EngineError):
@@ -133,7 +149,8 @@ class RejectReason(StrEnum):
     TIMEOUT = "timeout"
     """The episode outlived its deadline."""
     REWARD_ERROR = "reward_error"
-    """The reward raised, crashed, or is not a finite number on a known completion."""
+    """The reward function raised, crashed or cannot be loaded, or the reward is not a finite number on a known
+    completion; the error's type says which."""
     REWARD_TIMEOUT = "reward_timeout"
     """The reward was killed at its deadline."""
     FILTERED = "filtered"
@@ -166,16 +183,36 @@ class EpisodeTimeout(EpisodeRejected):
     reason = RejectReason.TIMEOUT
 
 
-class RewardInvalid(EpisodeRejected):
-    """The reward is not a finite number, or names a completion that does not exist."""
+class RewardError(EpisodeRejected):
+    """There is no reward that could be trained on."""
 
     reason = RejectReason.REWARD_ERROR
 
 
-class RewardTimeout(EpisodeRejected):
+class RewardInvalid(RewardError):
+    """The reward is not a finite number, or names a completion that does not exist."""
+
+
+class RewardTimeout(RewardError):
     """The reward function was killed at its deadline."""
 
     reason = RejectReason.REWARD_TIMEOUT
+
+
+class RewardRaised(RewardError):
+    """The reward function raised."""
+
+
+class RewardLoadFailed(RewardError):
+    """The reward function's module or its arguments cannot be sent to a worker process, or loaded there."""
+
+
+class RewardCrashed(RewardError):
+    """The reward function ended the process that it ran in."""
+
+
+class RewardOutOfMemory(RewardCrashed):
+    """The reward function needed more memory than its process may use."""
 
 
 class NoInteractions(EpisodeRejected):

@@ -14,7 +14,15 @@ from enum import StrEnum
 from numbers import Real
 from typing import Any
 
-from areal.api.errors import RewardInvalid, RewardTimeout
+from areal.api.errors import (
+    RewardCrashed,
+    RewardError,
+    RewardInvalid,
+    RewardLoadFailed,
+    RewardOutOfMemory,
+    RewardRaised,
+    RewardTimeout,
+)
 from areal.config.errors import require
 from areal.utils.callables import is_async, name_of
 from areal.utils.logging import getLogger
@@ -28,6 +36,7 @@ from areal.utils.process_pool.pool import (
     Limits,
     LoadFailed,
     PackedFunction,
+    ResultRefused,
 )
 from areal.utils.shorten import shown
 
@@ -36,7 +45,7 @@ __all__ = ["AsyncRewardWrapper", "Limits", "Outcome", "Reject", "Value", "as_rew
 
 @dataclass(frozen=True)
 class Reject:
-    """A failed call rejects its episode, by `RewardTimeout` or `RewardInvalid`."""
+    """A failed call rejects its episode by a `RewardError`, of which there is a type for each way to fail."""
 
 
 @dataclass(frozen=True)
@@ -59,18 +68,23 @@ class Outcome(StrEnum):
     """It needed more memory than its process may use, so the process was ended."""
     LOAD = "load"
     """It never began: its module or its arguments raised while a process loaded them."""
+    RESULT = "result"
+    """It returned what is no data and could not be sent back."""
     EXCEPTION = "exception"
-    """It raised, or it, its arguments or its result could not be sent."""
+    """It raised."""
     RETRY = "retry"
     """A failed attempt that was followed by another; the call itself ends as one of the above."""
 
 
 # The first that fits counts.
-_OUTCOMES = (
-    (CallTimeout, Outcome.TIMEOUT),
-    (CallExhausted, Outcome.MEMORY),
-    (CallCrashed, Outcome.CRASH),
-    (LoadFailed, Outcome.LOAD),
+_OUTCOMES: tuple[tuple[type[CallError], Outcome, type[RewardError]], ...] = (
+    (CallTimeout, Outcome.TIMEOUT, RewardTimeout),
+    (CallExhausted, Outcome.MEMORY, RewardOutOfMemory),
+    (CallCrashed, Outcome.CRASH, RewardCrashed),
+    (LoadFailed, Outcome.LOAD, RewardLoadFailed),
+    (ResultRefused, Outcome.RESULT, RewardInvalid),
+    (CallFailed, Outcome.EXCEPTION, RewardRaised),
+    (CallError, Outcome.CRASH, RewardCrashed),
 )
 
 
@@ -141,19 +155,14 @@ class AsyncRewardWrapper:
             raise CallFailed(name, type(error).__qualname__, str(error)) from error
 
     def _give_up(self, failure: CallError) -> Any:
-        outcome = _outcome(failure)
+        outcome, rejection = next((outcome, error) for kind, outcome, error in _OUTCOMES if isinstance(failure, kind))
         self.counts[outcome] += 1
         if isinstance(self.on_failure, Value):
             if self.counts[outcome] == 1:
                 text = "reward function failed (%s); this call and later ones that fail like it count as %r: %s"
                 getLogger("reward").warning(text, outcome, self.on_failure.value, failure)
             return self.on_failure.value
-        rejection = RewardTimeout if outcome is Outcome.TIMEOUT else RewardInvalid
         raise rejection(f"reward function {failure}") from failure
-
-
-def _outcome(failure: CallError) -> Outcome:
-    return next((outcome for kind, outcome in _OUTCOMES if isinstance(failure, kind)), Outcome.EXCEPTION)
 
 
 LARGEST_REWARD = (2 - 2**-23) * 2.0**127

@@ -4,6 +4,7 @@ import asyncio
 import math
 import os
 import signal
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,16 @@ from typing import Any
 import cloudpickle
 import pytest
 
-from areal.api.errors import RejectReason, RewardInvalid, RewardTimeout
+from areal.api.errors import (
+    RejectReason,
+    RewardCrashed,
+    RewardError,
+    RewardInvalid,
+    RewardLoadFailed,
+    RewardOutOfMemory,
+    RewardRaised,
+    RewardTimeout,
+)
 from areal.api.reward_api import AsyncRewardWrapper, Limits, Reject, Value
 from areal.config.errors import ConfigError
 
@@ -65,7 +75,7 @@ async def test_hang_crash_and_fifty_good_calls_on_two_workers() -> None:
     kinds = ["hang", "crash", *["good"] * 50]
     results = await asyncio.gather(*(reward(kind) for kind in kinds), return_exceptions=True)
     assert isinstance(results[0], RewardTimeout)
-    assert isinstance(results[1], RewardInvalid)
+    assert isinstance(results[1], RewardCrashed)
     assert results[2:] == [1.0] * 50
     assert reward.counts == {"timeout": 1, "crash": 1, "ok": 50}
 
@@ -74,13 +84,25 @@ async def test_failures_say_the_function_and_what_happened_and_map_to_rejection_
     reward = AsyncRewardWrapper(misbehave, timeout_seconds=0.5, max_workers=2, on_failure=Reject())
     with pytest.raises(RewardTimeout, match=r"misbehave was killed after 0\.5 s") as late:
         await reward("hang")
-    with pytest.raises(RewardInvalid, match="misbehave ended its process: exit status 1"):
+    with pytest.raises(RewardCrashed, match="misbehave ended its process: exit status 1"):
         await reward("crash")
-    with pytest.raises(RewardInvalid, match="misbehave raised KeyError: 'no such answer'") as wrong:
+    with pytest.raises(RewardRaised, match="misbehave raised KeyError: 'no such answer'") as wrong:
         await reward("raise")
     assert late.value.reason is RejectReason.REWARD_TIMEOUT
     assert wrong.value.reason is RejectReason.REWARD_ERROR
     assert "in misbehave" in wrong.value.__cause__.trace  # type: ignore[union-attr]
+
+
+async def test_every_failure_is_a_reward_error_and_a_result_that_is_no_data_is_invalid() -> None:
+    kinds = {RewardInvalid, RewardTimeout, RewardRaised, RewardLoadFailed, RewardCrashed, RewardOutOfMemory}
+    assert all(issubclass(kind, RewardError) for kind in kinds)
+    assert not issubclass(RewardCrashed, RewardInvalid)
+    reward = AsyncRewardWrapper(complex, max_workers=2)
+    with pytest.raises(RewardInvalid, match=r"complex returned no result that can be sent: .*complex 1j"):
+        await reward(0, 1)
+    with pytest.raises(RewardLoadFailed, match="its arguments cannot be sent to a worker process"):
+        await reward(threading.Lock())
+    assert reward.counts == {"result": 1, "load": 1}
 
 
 async def test_stated_value_replaces_a_failure_and_is_still_counted() -> None:
@@ -98,7 +120,7 @@ async def test_async_function_has_the_same_deadline_and_outcomes() -> None:
     reward = AsyncRewardWrapper(slow_or_wrong, timeout_seconds=0.1)
     with pytest.raises(RewardTimeout, match=r"slow_or_wrong was cancelled after 0\.1 s"):
         await reward(True)
-    with pytest.raises(RewardInvalid, match="slow_or_wrong raised TimeoutError: its own"):
+    with pytest.raises(RewardRaised, match="slow_or_wrong raised TimeoutError: its own"):
         await reward(False)
     assert reward.counts == {"timeout": 1, "exception": 1}
 
@@ -143,7 +165,7 @@ async def test_wrappers_share_their_worker_processes() -> None:
 
 async def test_memory_limit_is_an_outcome_of_its_own() -> None:
     reward = AsyncRewardWrapper(bytearray, max_workers=1, limits=Limits(memory_bytes=512 << 20))
-    with pytest.raises(RewardInvalid, match="bytearray needs more memory"):
+    with pytest.raises(RewardOutOfMemory, match="bytearray needs more memory"):
         await reward(1 << 30)
     assert reward.counts == {"memory": 1}
 
@@ -159,7 +181,9 @@ async def test_module_that_cannot_be_imported_is_an_outcome_of_its_own_with_its_
     import only_here_module  # type: ignore[import-not-found]
 
     reward = AsyncRewardWrapper(only_here_module.score, max_workers=1)
-    with pytest.raises(RewardInvalid, match=r"score could not be loaded .*No module named 'no_such_library'") as caught:
+    with pytest.raises(
+        RewardLoadFailed, match=r"score could not be loaded .*No module named 'no_such_library'"
+    ) as caught:
         await reward()
     assert "only_here_module.py" in caught.value.__cause__.trace  # type: ignore[union-attr]
     assert reward.counts == {"load": 1}

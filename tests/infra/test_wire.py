@@ -189,7 +189,7 @@ def test_numpy_scalars_become_plain_numbers() -> None:
 
 def test_unknown_object_is_refused_by_name_with_what_may_be_sent() -> None:
     with pytest.raises(
-        TypeError, match=r"cannot send object .*; send plain values, numpy arrays or one of \['Point'\]"
+        TypeError, match=r"cannot send object .*; send plain values .*numpy arrays, torch tensors or one of \['Point'\]"
     ):
         Wire([Point]).pack({"x": object()})
 

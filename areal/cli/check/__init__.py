@@ -18,6 +18,7 @@ from rich.console import Console
 
 from areal.api.errors import ConfigError, WorkflowError
 from areal.cli.check.play import (
+    OWN_PROCESS_WIRE,
     Harness,
     MistakeWatch,
     Task,
@@ -132,7 +133,7 @@ async def _play_in_process(report: Report, spec: WorkflowSpec, task: Task, engin
         try:
             arguments = (spec.pack(), engine, task, seconds)
             future = pool.submit(play_in_own_harness, arguments, timeout_seconds=seconds + LOAD_SECONDS)
-            played = await asyncio.wrap_future(future)
+            played = OWN_PROCESS_WIRE.unpack(await asyncio.wrap_future(future))
         except (CallError, WorkflowError) as error:
             report.picklable = False
             report.findings.append(Finding(f"in a process: {error}", CANNOT_TRAVEL))

@@ -23,6 +23,7 @@ from types import FrameType
 from typing import Any, Self, SupportsIndex
 
 from areal.api.engine_api import InferenceEngine
+from areal.api.errors import RejectReason
 from areal.api.messages import Episode, Rejection, Stall
 from areal.api.reward_api import AsyncRewardWrapper
 from areal.cli.check.report import Finding, PlayedEpisodes
@@ -40,6 +41,7 @@ from areal.rollout.runners.workflow import WorkflowRunner
 from areal.trajectory import Tree
 from areal.utils.callables import is_async
 from areal.utils.closing import Closing
+from areal.utils.wire import Wire
 
 BUILTIN = "builtin:tiny-math"
 MAX_NEW_TOKENS = 64
@@ -172,15 +174,19 @@ async def play_episodes(
     return played
 
 
-def play_in_own_harness(spec: bytes, engine: str, task: Task, seconds: float) -> PlayedEpisodes:
-    """One episode of a RolloutWorkflow; runs in a process of its own."""
+OWN_PROCESS_WIRE = Wire((PlayedEpisodes, Rejection, RejectReason, Stall))
+"""How what was played comes back from a process of its own: as data, since it ran the user's code."""
+
+
+def play_in_own_harness(spec: bytes, engine: str, task: Task, seconds: float) -> bytes:
+    """One episode of a RolloutWorkflow, packed by OWN_PROCESS_WIRE; runs in a process of its own."""
 
     async def episode() -> PlayedEpisodes:
         async with open_harness(engine, [task]) as harness:
             runner = inline_runner(WorkflowSpec.unpack(spec), harness)
             return await play_episodes("in a process", runner, [task], harness, seconds)
 
-    return asyncio.run(episode())
+    return OWN_PROCESS_WIRE.pack(asyncio.run(episode()))
 
 
 async def _episode(runner: Runner, task: Task, number: int, seconds: float) -> Episode | Rejection:

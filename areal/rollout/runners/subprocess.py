@@ -2,15 +2,23 @@
 
 The agent is made once in each process and plays one episode at a time. It reaches its session over TCP, by the address
 in its environment. An episode waits for a free process before its session is opened and its deadline begins. The parent
-alone enforces the deadline: it kills the process, as it does when the episode is cancelled.
+alone enforces the deadline: it kills the process, as it does when the episode is cancelled. What an episode sends back
+is data, which the parent reads and never unpickles.
 """
 
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypedDict, final
 
-from areal.api.errors import AgentFailed, EpisodeRejected, EpisodeTimeout, RejectReason, WorkflowError
+from areal.api.errors import (
+    AgentFailed,
+    EpisodeRejected,
+    EpisodeTimeout,
+    RejectReason,
+    RewardInvalid,
+    WorkflowError,
+)
 from areal.api.messages import Episode
 from areal.api.reward_api import python_scalar
 from areal.config.rollout import AgentConfig, GenerationHyperparameters
@@ -21,7 +29,15 @@ from areal.rollout.episodes import Digests, accepted_keywords, call, user_trace
 from areal.rollout.loading import Fillers, WorkflowSpec, agent_function, load
 from areal.rollout.runners.agent import client_environment, environment, rewarded_episode
 from areal.utils import stats_tracker
-from areal.utils.process_pool.pool import CallCrashed, CallError, CallFailed, CallTimeout, PackedFunction, ProcessPool
+from areal.utils.process_pool.pool import (
+    CallCrashed,
+    CallError,
+    CallFailed,
+    CallTimeout,
+    PackedFunction,
+    ProcessPool,
+    ResultRefused,
+)
 
 LOAD_SECONDS = 240.0
 """Starting a process and constructing the agent in it."""
@@ -82,10 +98,10 @@ class SubprocessRunner:
                 outcome = await self._run(task, seconds)
             finally:
                 await self._proxy.end_session(session)
-        for name, values in outcome.stats.items():
+        for name, values in outcome["stats"].items():
             for value in values:
                 stats_tracker.scalar(**{name: value})
-        return rewarded_episode(session.tree, outcome.reward, self.name, self._config), session.tree.digests
+        return rewarded_episode(session.tree, outcome["reward"], self.name, self._config), session.tree.digests
 
     async def _run(self, task: "AgentTask", seconds: float) -> "AgentOutcome":
         try:
@@ -94,13 +110,15 @@ class SubprocessRunner:
             raise EpisodeTimeout(f"{error} (rollout.agent.timeout_seconds={seconds:g})") from None
         except CallCrashed as error:
             raise AgentFailed(str(error)) from None
+        except ResultRefused as error:
+            raise RewardInvalid(str(error)) from None
         except CallFailed as error:
             raise AgentFailed(str(error)) from error
-        if isinstance(outcome, AgentRejection):
-            rejected = EpisodeRejected(outcome.text)
-            rejected.reason = outcome.reason
-            if outcome.trace:
-                rejected.__cause__ = CallFailed(self.name, outcome.kind, outcome.text, outcome.trace)
+        if "reason" in outcome:
+            rejected = EpisodeRejected(outcome["text"])
+            rejected.reason = RejectReason(outcome["reason"])
+            if outcome["trace"]:
+                rejected.__cause__ = CallFailed(self.name, outcome["kind"], outcome["text"], outcome["trace"])
             raise rejected
         return outcome
 
@@ -117,8 +135,8 @@ class AgentTask:
     seed: int | None
 
 
-@dataclass(frozen=True)
-class AgentOutcome:
+@final
+class AgentOutcome(TypedDict):
     """What an episode sends back from an agent's process."""
 
     reward: Any
@@ -126,11 +144,12 @@ class AgentOutcome:
     """Every number that the episode recorded."""
 
 
-@dataclass(frozen=True)
-class AgentRejection:
+@final
+class AgentRejection(TypedDict):
     """The episode ended by an `EpisodeRejected`, whose type need not exist in the parent."""
 
-    reason: RejectReason
+    reason: str
+    """A `RejectReason`."""
     kind: str
     text: str
     trace: str
@@ -174,12 +193,17 @@ class AgentHost:
             try:
                 reward = await call(self._run, task.data, **keywords)
             except EpisodeRejected as error:
-                return AgentRejection(error.reason, type(error).__qualname__, str(error), user_trace(error.__cause__))
-        return AgentOutcome(_plain(reward), dict(stats.values))
+                return AgentRejection(
+                    reason=error.reason.value,
+                    kind=type(error).__qualname__,
+                    text=str(error),
+                    trace=user_trace(error.__cause__),
+                )
+        return AgentOutcome(reward=_plain(reward), stats=dict(stats.values))
 
 
 def _plain(reward: Any) -> Any:
-    """Scalars of numpy and torch as Python's own, so that the parent needs neither library to read them."""
+    """Any mapping as a dict, and scalars of numpy and torch as Python's own, so that the parent loads neither."""
     if isinstance(reward, Mapping):
         return {key: _plain(value) for key, value in reward.items()}
     return python_scalar(reward)

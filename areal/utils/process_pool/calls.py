@@ -5,7 +5,8 @@ CallError
 ├── CallCrashed        its process ended during the call
 │   └── CallExhausted  it needed more memory than its process may use
 ├── CallFailed         it raised; carries the exception as text, because the class may not exist in this process
-│   └── LoadFailed     it never began: its module or its arguments cannot be loaded in a worker process
+│   ├── LoadFailed     it never began: it or its arguments cannot be sent to a worker process or loaded there
+│   └── ResultRefused  it returned what is no data
 └── PoolClosed         the pool was closed before it finished
 """
 
@@ -43,7 +44,7 @@ class PoolClosed(CallError):
 
 
 class CallFailed(CallError):
-    """The function raised, or it, its arguments or its result cannot be sent between processes."""
+    """The function raised."""
 
     _VERB = "raised"
 
@@ -64,9 +65,15 @@ class CallFailed(CallError):
 
 
 class LoadFailed(CallFailed):
-    """The function's module, or its arguments, raised while a worker process loaded them; the call never began."""
+    """The function or its arguments cannot be pickled, or raised while a process loaded them; the call never began."""
 
     _VERB = "could not be loaded in a worker process:"
+
+
+class ResultRefused(CallFailed):
+    """The function returned what is no data, or more of it than may be sent. Results are not pickled."""
+
+    _VERB = "returned no result that can be sent:"
 
 
 @dataclass(frozen=True)
@@ -132,5 +139,5 @@ def _pack(value: Any, name: str, what: str) -> bytes:
         packed: bytes = cloudpickle.dumps(value)
     except Exception as error:  # whatever a user's __reduce__ raises
         text = f"{what} cannot be sent to a worker process ({error}); pass plain data"
-        raise CallFailed(name, type(error).__name__, text) from error
+        raise LoadFailed(name, type(error).__name__, text) from error
     return packed

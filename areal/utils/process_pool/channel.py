@@ -1,7 +1,11 @@
 """What connects a pool with one worker process: a socket pair for frames, and a pipe of claims.
 
-Both ends use this module, so it stays light: a worker process imports it before anything of the user's. It does not
-interpret the bodies of frames.
+Both ends use this module, so it stays light: a worker process imports it before anything of the user's.
+
+Every frame to the pool begins with a token: random bytes that came with what it answers. A frame that a function wrote
+into the channel blindly, or one that answers an earlier call, does not have the token that the pool waits for. It
+breaks the channel and counts as a crash of its process, never as a result. Functions get their arguments pickled; what
+they return, and how they fail, comes back as data (`RESULTS`).
 """
 
 import os
@@ -9,7 +13,15 @@ import socket
 import struct
 import time
 from enum import IntEnum
+from typing import Final
 
+from areal.utils.wire import Wire
+
+RESULTS: Final = Wire()
+"""How results and failures are packed. They come from code that is not ours, so nothing in them is unpickled."""
+MOST_RESULT_BYTES = 256 << 20
+"""Of one packed result; the pool's process has to hold it."""
+TOKEN_BYTES = 8
 DIGEST_BYTES = 16
 """Length of the digest that identifies a function on a channel."""
 EXHAUSTED_STATUS = 179
@@ -22,7 +34,7 @@ _CHUNK_BYTES = 1 << 16
 
 
 class PoolFrame(IntEnum):
-    """A frame is its kind, the length of its body, and the body."""
+    """A frame is its kind, the length of its body, and the body; to the pool, the body begins with a token."""
 
     LOAD = 1
     """To the worker: keep this function."""
@@ -33,17 +45,23 @@ class PoolFrame(IntEnum):
     STARTED = 4
     """The next call has its arguments and begins: its deadline runs from here."""
     RESULT = 5
-    """The call returned."""
+    """The call returned: its packed result."""
     FAILED = 6
-    """The call raised."""
+    """The call raised: the packed kind, text and traceback of the exception."""
     DONE = 7
     """No further one of the calls will begin."""
     UNLOADABLE = 8
     """A function, or the arguments of the next call, cannot be loaded; sent instead of LOADED or STARTED."""
+    REFUSED = 9
+    """The call returned what is no data: packed like FAILED."""
 
 
 class PoolChannelClosed(EOFError):
     """The other end is gone."""
+
+
+class PoolChannelBroken(PoolChannelClosed):
+    """The other end sent what it never sends by itself: the function that it runs wrote into the channel."""
 
 
 class PoolChannel:
@@ -53,10 +71,20 @@ class PoolChannel:
     thread, which may keep it for milliseconds.
     """
 
-    def __init__(self, end: socket.socket) -> None:
+    def __init__(self, end: socket.socket, most_bytes: int | None = None) -> None:
+        """`most_bytes` is how long the body of a frame that is received may be; None = as long as it is."""
         end.setblocking(True)
         self._socket = end
+        self._most_bytes = most_bytes
         self._buffer = bytearray()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether every byte that was read belonged to a frame that was received."""
+        return not self._buffer
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
 
     def send(self, kind: PoolFrame, body: bytes = b"", deadline: float | None = None) -> None:
         left = memoryview(_HEADER.pack(kind, len(body)) + body)
@@ -76,7 +104,9 @@ class PoolChannel:
         try:
             kind = PoolFrame(number)
         except ValueError:
-            raise PoolChannelClosed("something else was written into the channel") from None
+            raise PoolChannelBroken(f"a frame of the unknown kind {number}") from None
+        if self._most_bytes is not None and length > self._most_bytes:
+            raise PoolChannelBroken(f"a frame of {length} bytes, of which {self._most_bytes} are allowed")
         end = _HEADER.size + length
         self._fill(end, deadline)
         body = bytes(memoryview(self._buffer)[_HEADER.size : end])

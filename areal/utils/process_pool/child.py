@@ -1,5 +1,8 @@
 """One worker process as its parent sees it: start it, send it calls, read its answers, end it.
 
+The process started here is the worker's supervisor (`descendants`), which ends as the worker does. What the worker
+answers is data from code that is not ours: it is checked and never unpickled.
+
 Used only by the thread that made it, except for `kill`, which any thread may call. That thread must outlive it: Linux
 sends a worker its parent-death signal when the *thread* that started it ends.
 """
@@ -13,7 +16,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,15 +30,21 @@ from areal.utils.process_pool.calls import (
     LoadFailed,
     PackedFunction,
     PoolCall,
+    ResultRefused,
 )
 from areal.utils.process_pool.channel import (
     EXHAUSTED_STATUS,
     MAX_CLAIMS,
+    MOST_RESULT_BYTES,
+    RESULTS,
+    TOKEN_BYTES,
     Claims,
     PoolChannel,
+    PoolChannelBroken,
     PoolChannelClosed,
     PoolFrame,
 )
+from areal.utils.process_pool.descendants import children_of
 
 # A command, not multiprocessing, so that scripts without a main guard work. The search path comes by argument and not
 # by PYTHONPATH, which the user's own sub-processes would inherit.
@@ -43,6 +54,11 @@ _BOOTSTRAP = (
 )
 _MAX_FUNCTIONS = 64
 _END_SECONDS = 10.0
+_FAILURES: dict[PoolFrame, type[CallFailed]] = {
+    PoolFrame.UNLOADABLE: LoadFailed,
+    PoolFrame.FAILED: CallFailed,
+    PoolFrame.REFUSED: ResultRefused,
+}
 
 
 @dataclass(frozen=True)
@@ -54,17 +70,19 @@ class Limits:
 
 
 class Child:
-    """Its methods raise PoolChannelClosed when the process has ended, or answers what makes no sense."""
+    """Its methods raise PoolChannelClosed when the process has ended, PoolChannelBroken if it answers nonsense."""
 
     def __init__(self, limits: Limits, load_seconds: float) -> None:
         """`load_seconds` bounds the loading of a function, and of the arguments of one call."""
         ours, theirs = socket.socketpair()
-        self._channel = PoolChannel(ours)
+        self._channel = PoolChannel(ours, TOKEN_BYTES + MOST_RESULT_BYTES)
         self._claims = Claims.new()
         self._load_seconds = load_seconds
         self._functions: set[bytes] = set()
         self._began: float | None = None
         """When the first unanswered call began; None = its STARTED has not come."""
+        self._tokens: deque[bytes] = deque()
+        """Of the calls that were sent and not answered, in their order, and last that of DONE."""
         self._lock = threading.Lock()
         self._ended = False
         self.usable = True
@@ -79,7 +97,12 @@ class Child:
 
     @property
     def pid(self) -> int:
+        """Of the supervisor."""
         return self._process.pid
+
+    def worker_pid(self) -> int:
+        """Of the process that runs calls; before it is forked, that of its supervisor."""
+        return next(iter(children_of(self.pid)), self.pid)
 
     def begin(self, calls: Sequence[PoolCall]) -> None:
         """Send calls of one function, to be run in this order. Raises LoadFailed, or CallTimeout if loading hangs."""
@@ -88,8 +111,10 @@ class Child:
         self._claims.put(len(calls))
         try:
             self._load(function, deadline)
-            arguments = pickle.dumps([call.arguments for call in calls])
-            self._channel.send(PoolFrame.CALLS, function.digest + arguments, deadline)
+            self._tokens = deque(_new_tokens(len(calls) + 1))
+            work = [(token, call.arguments) for token, call in zip(self._tokens, calls, strict=False)]
+            body = function.digest + self._tokens[-1] + pickle.dumps(work)
+            self._channel.send(PoolFrame.CALLS, body, deadline)
         except LoadFailed:
             self.take_back()
             raise
@@ -103,23 +128,21 @@ class Child:
         Raises TimeoutError if there is no answer at `until`, a `time.monotonic()` value; then ask again.
         """
         try:
-            answer = self._answer(call, until)
+            result = self._answer(call, until)
         except CallFailed:
-            self._began = None
+            self._answered()
             raise
-        self._began = None
-        try:
-            return pickle.loads(answer)
-        except Exception as error:
-            text = f"its result cannot be read here: {error}"
-            raise CallFailed(call.function.name, type(error).__name__, text) from error
+        self._answered()
+        return result
 
     def finish(self, function: PackedFunction) -> None:
         """After the last answer: wait until it is ready for more, since it must not take the claims of other calls."""
         try:
-            self._expect(PoolFrame.DONE, function, time.monotonic() + self._load_seconds)
+            self._expect(PoolFrame.DONE, self._tokens[-1], function, time.monotonic() + self._load_seconds)
         except TimeoutError:
             self.usable = False
+        if not self._channel.is_empty:
+            raise PoolChannelBroken("more than its answers")
 
     def take_back(self, at_most: int = MAX_CLAIMS) -> int:
         """How many of the calls that were sent have not begun, and now will not: the last ones."""
@@ -131,7 +154,7 @@ class Child:
         with self._lock:
             # Once reaped, the number may belong to another process.
             if not self._ended:
-                _kill_group(self.pid)
+                _signal(self.pid, signal.SIGTERM)
 
     def end(self) -> int | None:
         """Kill it if it lives and release everything; returns its exit status as `subprocess` has it.
@@ -147,11 +170,17 @@ class Child:
         try:
             return self._process.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:
+            _signal(self.pid, signal.SIGKILL)  # a function stopped the supervisor; the worker ends with it
+        try:
+            return self._process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
             return None
 
-    def crash(self, what: str) -> CallCrashed:
-        """End it, and say how `what` ended it."""
+    def crash(self, what: str, error: PoolChannelClosed) -> CallCrashed:
+        """End it, and say how `what` ended it, which was noticed by `error`."""
         status = self.end()
+        if isinstance(error, PoolChannelBroken):
+            return CallCrashed(f"{what} wrote into the channel of its process, which was killed: the pool got {error}")
         if status == EXHAUSTED_STATUS:
             return CallExhausted(f"{what} needs more memory than its process may have")
         if status is None:
@@ -159,6 +188,8 @@ class Child:
         # Real-time signals have no names.
         names = {known.value: known.name for known in signal.Signals}
         how = f"exit status {status}" if status >= 0 else f"killed by {names.get(-status, f'signal {-status}')}"
+        if status == -signal.SIGKILL:
+            how += ", unless it closed the channel of its process, which then was killed"
         return CallCrashed(f"{what} ended its process: {how}")
 
     def alive(self) -> bool:
@@ -177,19 +208,22 @@ class Child:
         forget = len(self._functions) >= _MAX_FUNCTIONS
         if forget:
             self._functions.clear()
-        load = pickle.dumps((function.digest, _search_path(), forget, function.payload))
+        (token,) = _new_tokens(1)
+        load = pickle.dumps((token, function.digest, _search_path(), forget, function.payload))
         self._channel.send(PoolFrame.LOAD, load, deadline)
-        self._expect(PoolFrame.LOADED, function, deadline)
+        self._expect(PoolFrame.LOADED, token, function, deadline)
         self._functions.add(function.digest)
 
-    def _answer(self, call: PoolCall, until: float) -> bytes:
-        """The packed result. Both waits count from their own beginning: loading does not use up a call's time."""
-        function = call.function
+    def _answer(self, call: PoolCall, until: float) -> Any:
+        """The result. Both waits count from their own beginning: loading does not use up a call's time."""
+        function, token = call.function, self._tokens[0]
         try:
             if self._began is None:
-                self._expect(PoolFrame.STARTED, function, min(until, time.monotonic() + self._load_seconds))
+                load_ends = time.monotonic() + self._load_seconds
+                self._expect(PoolFrame.STARTED, token, function, min(until, load_ends))
                 self._began = time.monotonic()
-            return self._expect(PoolFrame.RESULT, function, min(until, self._began + call.timeout_seconds))
+            call_ends = self._began + call.timeout_seconds
+            return _unpacked(self._expect(PoolFrame.RESULT, token, function, min(until, call_ends)))
         except TimeoutError:
             if until < math.inf:
                 raise
@@ -200,15 +234,40 @@ class Child:
                 text = f"{function.name} was killed after {call.timeout_seconds:g} s"
             raise CallTimeout(text) from None
 
-    def _expect(self, wanted: PoolFrame, function: PackedFunction, deadline: float) -> bytes:
+    def _answered(self) -> None:
+        self._began = None
+        self._tokens.popleft()
+
+    def _expect(self, wanted: PoolFrame, token: bytes, function: PackedFunction, deadline: float) -> memoryview:
+        """The body of the next frame, after its token. Raises CallFailed if a failure comes instead."""
         kind, body = self._channel.receive(deadline)
-        if kind is PoolFrame.UNLOADABLE:
-            raise LoadFailed(function.name, *pickle.loads(body))
-        if kind is PoolFrame.FAILED:
-            raise CallFailed(function.name, *pickle.loads(body))
+        if body[:TOKEN_BYTES] != token:
+            raise PoolChannelBroken(f"a frame {kind.name} that answers nothing it waits for")
+        rest = memoryview(body)[TOKEN_BYTES:]
+        if kind in _FAILURES:
+            raise _FAILURES[kind](function.name, *_failure_texts(rest))
         if kind is not wanted:
-            raise PoolChannelClosed(f"the worker sent {kind.name} where {wanted.name} was expected")
-        return body
+            raise PoolChannelBroken(f"a frame {kind.name} instead of {wanted.name}")
+        return rest
+
+
+def _new_tokens(count: int) -> list[bytes]:
+    drawn = os.urandom(TOKEN_BYTES * count)
+    return [drawn[at : at + TOKEN_BYTES] for at in range(0, len(drawn), TOKEN_BYTES)]
+
+
+def _unpacked(body: memoryview) -> Any:
+    try:
+        return RESULTS.unpack(body)
+    except Exception as error:  # bytes that no worker packs can fail to unpack in many ways
+        raise PoolChannelBroken(f"a body that cannot be read ({error})") from error
+
+
+def _failure_texts(body: memoryview) -> tuple[str, str, str]:
+    match _unpacked(body):
+        case [str() as kind, str() as text, str() as trace]:
+            return kind, text, trace
+    raise PoolChannelBroken("a failure without its texts")
 
 
 def _search_path() -> list[str]:
@@ -223,15 +282,11 @@ def _start(channel_fd: int, claims_fd: int, limits: Limits) -> "subprocess.Popen
         stdin=subprocess.DEVNULL,
         stdout=2,  # what functions print is for people; results have a channel of their own
         pass_fds=(channel_fd, claims_fd),
-        process_group=0,  # one signal reaches what a function started, and Ctrl-C reaches only us
+        process_group=0,  # Ctrl-C reaches only us
         env={"OMP_NUM_THREADS": "1", **os.environ},  # there are as many processes as cores
     )
 
 
-def _kill_group(pid: int) -> None:
-    try:
-        os.killpg(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return  # already gone and reaped by a process-wide SIGCHLD policy
-    except PermissionError:
-        os.kill(pid, signal.SIGKILL)
+def _signal(pid: int, number: int) -> None:
+    with suppress(ProcessLookupError):  # already gone and reaped by a process-wide SIGCHLD policy
+        os.kill(pid, number)

@@ -2,6 +2,10 @@
 
 `ProcessPool.submit` may be called from any thread, `run` in any event loop; `SHARED` holds the pools that all code of
 this process shares. The pool does not retry: a call that began is never run twice.
+
+A function and its arguments travel pickled. Its result comes back as data: plain values, tuples and numpy arrays (torch
+tensors arrive as arrays); anything else is refused. What a call changes in its process (environment, working
+directory, builtins, …: `process_state`) is undone when it ends, and the processes that it started are killed.
 """
 
 import asyncio
@@ -24,6 +28,7 @@ from areal.utils.process_pool.calls import (
     PackedFunction,
     PoolCall,
     PoolClosed,
+    ResultRefused,
 )
 from areal.utils.process_pool.child import Limits
 from areal.utils.process_pool.workers import Workers
@@ -40,6 +45,7 @@ __all__ = [
     "PackedFunction",
     "PoolClosed",
     "ProcessPool",
+    "ResultRefused",
     "usable_cores",
 ]
 
@@ -99,6 +105,10 @@ class ProcessPool(Closing):
         """The worker processes that are alive now."""
         return self._workers.pids()
 
+    def supervisors(self) -> list[int]:
+        """The processes started here, each with a worker process below it."""
+        return self._workers.supervisors()
+
     def close(self) -> None:
         """Kill every worker process and fail what is queued or running; harmless when repeated."""
         self._finalizer()
@@ -141,6 +151,9 @@ class _LoopResults:
             waiter, done = self._arrived.popleft()
             if waiter.done():
                 continue  # cancelled
+            if done.cancelled():  # by another thread, while its waiter was not
+                waiter.cancel()
+                continue
             error = done.exception()
             if error is None:
                 waiter.set_result(done.result())
@@ -167,6 +180,12 @@ class SharedPools:
                 pool = self._pools.get(full) or ProcessPool(*full[1:])
                 self._pools[full] = self._pools[pid, size, limits] = pool
             return pool
+
+    def supervisors(self) -> list[int]:
+        """Those of all pools of this process."""
+        with self._lock:
+            pools = {id(pool): pool for (pid, _, _), pool in self._pools.items() if pid == os.getpid()}
+        return [pid for pool in pools.values() for pid in pool.supervisors()]
 
 
 def _fair_limits(size: int) -> Limits:

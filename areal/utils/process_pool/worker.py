@@ -2,45 +2,56 @@
 
 It applies the process's limits and ends with the parent. It does not enforce deadlines: the parent kills it. Nothing
 heavy is imported here, so that a killed worker is replaced in a tenth of a second.
+
+Between two calls, what the first changed in the process is undone and what it started is killed, before its answer is
+sent: if that fails, its own call fails. What loading a function changed or started stays for all of its calls.
+
+All of this shares an interpreter with the functions. It holds against carelessness, not against a function that means
+to harm the pool: such a one can change this module.
 """
 
-import ctypes
 import importlib
 import math
 import os
-import pickle
 import resource
-import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pickle import loads  # by name, because a function may replace what it finds in a module
 from typing import Any
 
 from areal.utils.process_pool.channel import (
     DIGEST_BYTES,
     EXHAUSTED_STATUS,
+    MOST_RESULT_BYTES,
+    RESULTS,
+    TOKEN_BYTES,
     Claims,
     PoolChannel,
     PoolChannelClosed,
     PoolFrame,
 )
+from areal.utils.process_pool.descendants import children_of, end_descendants, has_children, run_supervised
+from areal.utils.process_pool.process_state import ProcessState
 
-_PR_SET_PDEATHSIG = 1
+_MOST_TEXT_CHARACTERS = 10_000
+_MOST_TRACE_CHARACTERS = 50_000
+_POOL_MODULE = "areal.utils.process_pool.pool"
 
 Reply = tuple[PoolFrame, bytes]
 
 
 def main(channel_fd: int, claims_fd: int, memory_bytes: int, cpu_seconds: float) -> None:
     """Serve the parent at `channel_fd` until it goes away; a limit of 0 is none."""
-    _die_with_parent()
+    _limit(resource.RLIMIT_CORE, 0)
+    run_supervised()
     _die_before_others()
     for descriptor in (channel_fd, claims_fd):
         os.set_inheritable(descriptor, False)
         # A fork that a function made must neither answer in our place nor keep the channel open after our end.
         os.register_at_fork(after_in_child=lambda descriptor=descriptor: os.close(descriptor))
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # prints survive a kill
-    _limit(resource.RLIMIT_CORE, 0)
     if memory_bytes:
         # Not RLIMIT_AS, which counts mapped libraries and reservations too: importing a GPU framework would exceed it.
         _limit(resource.RLIMIT_DATA, memory_bytes)
@@ -49,6 +60,9 @@ def main(channel_fd: int, claims_fd: int, memory_bytes: int, cpu_seconds: float)
         worker.serve()
     except MemoryError:
         os._exit(EXHAUSTED_STATUS)
+    except OSError as error:
+        print(f"a function closed the channel of its worker process: {error}", file=sys.stderr)
+        os._exit(1)
     # Not a return: interpreter exit would wait for threads that the user's functions left running.
     os._exit(0)
 
@@ -61,64 +75,92 @@ class PoolWorker:
         self._claims = claims
         self._cpu_seconds = cpu_seconds
         self._functions: dict[bytes, Callable[..., Any]] = {}
+        self._state = ProcessState()
+        self._spoiled = False
+        """A call has changed what cannot be put back: another process must run the next one."""
 
     def serve(self) -> None:
         with suppress(PoolChannelClosed):
-            while True:
+            while not self._spoiled:
                 kind, body = self._channel.receive()
                 if kind is PoolFrame.LOAD:
-                    self._channel.send(*self._load(body))
+                    self._load(body)
                 else:
                     self._run(body)
 
-    def _load(self, body: bytes) -> Reply:
-        digest, search_path, forget, payload = pickle.loads(body)
+    def _load(self, body: bytes) -> None:
+        token, digest, search_path, forget, payload = loads(body)
         sys.path[:] = search_path
         importlib.invalidate_caches()
         if forget:
             self._functions.clear()
         try:
-            self._functions[digest] = pickle.loads(payload)
+            self._functions[digest] = loads(payload)
+            reply = PoolFrame.LOADED, b""
         except MemoryError:
             raise
         except BaseException as error:
-            return PoolFrame.UNLOADABLE, _describe(error)
-        return PoolFrame.LOADED, b""
+            reply = PoolFrame.UNLOADABLE, _describe(error)
+        self._state.record()
+        self._send(token, reply)
 
     def _run(self, body: bytes) -> None:
-        function = self._functions[body[:DIGEST_BYTES]]
-        for arguments in pickle.loads(memoryview(body)[DIGEST_BYTES:]):
-            if not self._claims.take(1):
+        function, rest = self._functions[body[:DIGEST_BYTES]], memoryview(body)[DIGEST_BYTES:]
+        done_token = bytes(rest[:TOKEN_BYTES])
+        for token, arguments in loads(rest[TOKEN_BYTES:]):
+            if self._spoiled or not self._claims.take(1):
                 break
-            self._channel.send(*self._call(function, arguments))
-        self._channel.send(PoolFrame.DONE)
+            self._send(token, self._call(token, function, arguments))
+        self._send(done_token, (PoolFrame.DONE, b""))
 
-    def _call(self, function: Callable[..., Any], arguments: bytes) -> Reply:
+    def _call(self, token: bytes, function: Callable[..., Any], arguments: bytes) -> Reply:
         try:
-            args, kwargs = pickle.loads(arguments)
+            args, kwargs = loads(arguments)
         except MemoryError:
             raise
         except BaseException as error:
             return PoolFrame.UNLOADABLE, _describe(error)
-        self._channel.send(PoolFrame.STARTED)
+        self._state.record_imports()
+        kept = children_of(os.getpid()) if has_children() else []
+        self._send(token, (PoolFrame.STARTED, b""))
         try:
             with _cpu_limit(self._cpu_seconds):
-                return PoolFrame.RESULT, _pack_result(function(*args, **kwargs))
+                reply = _pack_result(function(*args, **kwargs))
         except MemoryError:
             raise
         except BaseException as error:  # sys.exit() in a function is its own failure, not this process's end
-            return PoolFrame.FAILED, _describe(error)
+            reply = PoolFrame.FAILED, _describe(error)
+        self._clean_up(kept)
+        return reply
+
+    def _clean_up(self, kept: list[int]) -> None:
+        try:
+            self._state.restore()
+        except Exception:  # whatever the reason, the next call must not begin in this state
+            self._spoiled = True
+        if has_children() and not end_descendants({*kept, *_pool_processes()}):
+            self._spoiled = True
+
+    def _send(self, token: bytes, reply: Reply) -> None:
+        kind, body = reply
+        self._channel.send(kind, token + body)
 
 
-def _pack_result(result: Any) -> bytes:
+def _pool_processes() -> list[int]:
+    """The processes of reward functions that an agent calls here, which are shared by its episodes."""
+    pool = sys.modules.get(_POOL_MODULE)
+    return pool.SHARED.supervisors() if pool is not None else []
+
+
+def _pack_result(result: Any) -> Reply:
     try:
-        return pickle.dumps(result, pickle.HIGHEST_PROTOCOL)
-    except (pickle.PicklingError, AttributeError, TypeError):
-        # Objects of classes that came by value. Rare, so only such a worker pays for the import.
-        import cloudpickle
-
-        packed: bytes = cloudpickle.dumps(result)
-        return packed
+        packed = RESULTS.pack(result)
+    except (TypeError, ValueError, RuntimeError) as error:
+        return PoolFrame.REFUSED, RESULTS.pack((type(error).__qualname__, str(error)[:_MOST_TEXT_CHARACTERS], ""))
+    if len(packed) <= MOST_RESULT_BYTES:
+        return PoolFrame.RESULT, packed
+    text = f"a result may take {MOST_RESULT_BYTES} bytes, got {len(packed)}; write it to a file and return its name"
+    return PoolFrame.REFUSED, RESULTS.pack(("ValueError", text, ""))
 
 
 def _describe(error: BaseException) -> bytes:
@@ -128,13 +170,9 @@ def _describe(error: BaseException) -> bytes:
         text = str(error)
     except Exception as broken:  # an exception whose own __str__ raises must still be reported
         text = f"<its message cannot be made: {type(broken).__name__}>"
-    return pickle.dumps((type(error).__qualname__, text, "".join(traceback.format_exception(error))))
-
-
-def _die_with_parent() -> None:
-    """Ask the kernel to kill this process with its parent, even in the middle of a call that never ends."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    trace = "".join(traceback.format_exception(error))
+    # Of a traceback the end says most.
+    return RESULTS.pack((type(error).__qualname__, text[:_MOST_TEXT_CHARACTERS], trace[-_MOST_TRACE_CHARACTERS:]))
 
 
 def _die_before_others() -> None:

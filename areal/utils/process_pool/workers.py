@@ -88,7 +88,11 @@ class Workers:
 
     def pids(self) -> list[int]:
         with self._lock:
-            return sorted(child.pid for child in self._children if child.alive())
+            return sorted(child.worker_pid() for child in self._children if child.alive())
+
+    def supervisors(self) -> list[int]:
+        with self._lock:
+            return [child.pid for child in self._children]
 
     def close(self) -> None:
         if os.getpid() != self._owner:
@@ -194,12 +198,12 @@ class _WorkerThread(threading.Thread):
             while self.calls:
                 self._settle_first(child, turn_ends)
             child.finish(function)
-        except PoolChannelClosed:
+        except PoolChannelClosed as error:
             unbegun = child.take_back()
             if unbegun == sent:
-                raise _NoneBegan(child.crash(f"loading {function.name}")) from None
+                raise _NoneBegan(child.crash(f"loading {function.name}", error)) from None
             self._put_back(unbegun)
-            failure = child.crash(function.name)
+            failure = child.crash(function.name, error)
             if self.calls:  # else it died between two calls
                 raise failure from None
         except CallError:

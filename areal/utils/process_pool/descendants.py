@@ -1,0 +1,134 @@
+"""The processes that a worker process starts, directly or not, and their end.
+
+Each worker has a supervisor, a fork of the same small interpreter, which waits for its end. Both adopt orphans (Linux:
+"child subreaper"), so a process that begins a session of its own or outlives its parent stays below them and is found:
+by the worker when a call ends, by the supervisor when the worker ends, however that happens. The supervisor itself
+ends with the pool's process, or when it gets a SIGTERM.
+
+Invariant: the supervisor ends as its worker did, by the same status or signal, when nothing below it is left.
+"""
+
+import ctypes
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Collection
+from contextlib import suppress
+from typing import NoReturn
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_END_SECONDS = 5.0
+"""Only a process that the kernel itself holds takes longer."""
+_FIRST_DESCRIPTOR = 3
+
+
+def run_supervised() -> None:
+    """Go on in a child process, in a group of its own; this process becomes its supervisor and never returns."""
+    for handled in (signal.SIGCHLD, signal.SIGTERM):
+        signal.signal(handled, signal.SIG_DFL)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGCHLD, signal.SIGTERM))
+    _set_process_option(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    _set_process_option(_PR_SET_CHILD_SUBREAPER, 1)
+    worker = os.fork()
+    if worker:
+        _supervise(worker)
+    _set_process_option(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _set_process_option(_PR_SET_CHILD_SUBREAPER, 1)
+    os.setpgid(0, 0)  # a function that signals its own group does not reach the supervisor
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def has_children() -> bool:
+    """Whether this process has any, ended ones included; without, it has no descendants either. One system call."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
+def children_of(pid: int) -> list[int]:
+    """Its direct children, ended ones included; none where the kernel does not list them."""
+    found: list[int] = []
+    try:
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{thread}/children") as file:
+                found += map(int, file.read().split())
+    except (FileNotFoundError, ProcessLookupError):
+        pass  # it, or one of its threads, has ended meanwhile
+    return found
+
+
+def end_descendants(keep: Collection[int] = ()) -> bool:
+    """Kill and reap everything below this process, except the children in `keep` and what is below them.
+
+    Returns False if some process does not end even when killed.
+    """
+    deadline = time.monotonic() + _END_SECONDS
+    while has_children():
+        # Orphans of those that are killed here become children, so this ends only when nothing is left.
+        children = [pid for pid in children_of(os.getpid()) if pid not in keep]
+        if not children:
+            break
+        for child in children:
+            _kill_tree(child)
+        for child in children:
+            if not _reap(child, deadline):
+                return False
+    return True
+
+
+def _supervise(worker: int) -> NoReturn:
+    # Among them are the ends of the worker's channel: the pool must see it close when the worker ends.
+    os.closerange(_FIRST_DESCRIPTOR, os.sysconf("SC_OPEN_MAX"))
+    while True:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == worker:
+            break
+        if pid == 0 and signal.sigwait((signal.SIGCHLD, signal.SIGTERM)) == signal.SIGTERM:
+            _kill_tree(worker)
+    end_descendants()
+    code = os.waitstatus_to_exitcode(status)
+    if code < 0:
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        if -code not in (signal.SIGKILL, signal.SIGSTOP):
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code & 0xFF)
+
+
+def _kill_tree(pid: int) -> None:
+    below = children_of(pid)
+    _kill(pid)  # first, so that it starts no more
+    for child in below:
+        _kill_tree(child)
+
+
+def _kill(pid: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):  # it has ended, or is another user's: a set-uid program
+        os.kill(pid, signal.SIGKILL)
+
+
+def _reap(pid: int, deadline: float) -> bool:
+    """Wait for the end of a child that was killed."""
+    try:
+        descriptor = os.pidfd_open(pid)
+        try:
+            poll = select.poll()
+            poll.register(descriptor, select.POLLIN)
+            if not poll.poll(max(0.0, deadline - time.monotonic()) * 1e3):
+                return False
+        finally:
+            os.close(descriptor)
+        os.waitpid(pid, os.WNOHANG)
+    except (ProcessLookupError, ChildProcessError):
+        pass  # reaped by someone else
+    return True
+
+
+def _set_process_option(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value)

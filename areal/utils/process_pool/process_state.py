@@ -1,0 +1,164 @@
+"""What a call must not leave behind for the next one in the same process: recorded before it, put back after it.
+
+That is what belongs to the process and not to the user's modules: the environment, the working directory, the file
+mode mask, limits, timers, signals, and the names in the modules that everybody uses. What modules keep for themselves
+(caches, random generators, threads) stays; processes are reused for the sake of it.
+
+A call that changes nothing costs comparisons only. This module holds on to the functions it needs, since a call may
+take them from their modules.
+"""
+
+import os
+import resource
+import signal
+import sys
+from os import chdir, getcwd, umask
+from resource import getrlimit, setrlimit
+from signal import SIG_SETMASK, getsignal, pthread_sigmask, setitimer
+from sys import getrecursionlimit, setrecursionlimit
+from types import ModuleType
+from typing import Any
+
+_GUARDED = (
+    "builtins",
+    "sys",
+    "os",
+    "posixpath",
+    "time",
+    "signal",
+    "math",
+    "random",
+    "json",
+    "re",
+    "shutil",
+    "subprocess",
+)
+"""Modules whose names are put back; what else a call replaces in a module stays replaced."""
+_SIGNALS = tuple(
+    getattr(signal, name)
+    for name in (
+        "SIGHUP",
+        "SIGINT",
+        "SIGQUIT",
+        "SIGALRM",
+        "SIGTERM",
+        "SIGCHLD",
+        "SIGPIPE",
+        "SIGUSR1",
+        "SIGUSR2",
+        "SIGXCPU",
+    )
+)
+_TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
+_LIMITS = (
+    resource.RLIMIT_DATA,
+    resource.RLIMIT_AS,
+    resource.RLIMIT_STACK,
+    resource.RLIMIT_FSIZE,
+    resource.RLIMIT_NOFILE,
+)
+
+
+class ProcessState:
+    """The state that `restore` returns to: that of the last `record`."""
+
+    def __init__(self) -> None:
+        self.record()
+
+    def record(self) -> None:
+        self._modules = dict(sys.modules)
+        self._namespaces = [_Namespace(module) for name in _GUARDED if (module := sys.modules.get(name)) is not None]
+        lists: tuple[list[Any], ...] = (sys.path, sys.meta_path, sys.path_hooks, sys.argv)
+        self._lists = [(each, list(each)) for each in lists]
+        self._variables: dict[bytes, bytes] = _variables()
+        self._directory = _directory()
+        self._mask = umask(0)
+        umask(self._mask)
+        self._handlers = [getsignal(number) for number in _SIGNALS]
+        self._blocked = pthread_sigmask(signal.SIG_BLOCK, ())
+        self._limits = [getrlimit(limit) for limit in _LIMITS]
+        self._recursion_limit = getrecursionlimit()
+        self._known = len(sys.modules)
+
+    def record_imports(self) -> None:
+        """`record` if modules were imported since: their settings are meant to last."""
+        if len(sys.modules) != self._known:
+            self.record()
+
+    def restore(self) -> None:
+        """Raises OSError or ValueError if something cannot be put back, a hard limit for example."""
+        # Timers first, while the handlers are still those of their call.
+        for timer in _TIMERS:
+            setitimer(timer, 0)
+        for namespace in self._namespaces:
+            namespace.restore()
+        self._restore_modules()
+        for each, items in self._lists:
+            if each != items:
+                each[:] = items
+        if _variables() != self._variables:
+            _set_variables(self._variables)
+        if _directory() != self._directory and self._directory is not None:
+            chdir(self._directory)
+        umask(self._mask)
+        for number, handler in zip(_SIGNALS, self._handlers, strict=True):
+            if getsignal(number) is not handler and handler is not None:  # None = not set from Python
+                signal.signal(number, handler)
+        pthread_sigmask(SIG_SETMASK, self._blocked)
+        for limit, values in zip(_LIMITS, self._limits, strict=True):
+            if getrlimit(limit) != values:
+                setrlimit(limit, values)
+        if getrecursionlimit() != self._recursion_limit:
+            setrecursionlimit(self._recursion_limit)
+
+    def _restore_modules(self) -> None:
+        """Modules that were there are there again, and none is blocked; new ones stay, as some load only once."""
+        if sys.modules == self._modules:
+            return
+        for name, module in self._modules.items():
+            if sys.modules.get(name) is not module:
+                sys.modules[name] = module
+        for name in [name for name, module in sys.modules.items() if module is None and name not in self._modules]:
+            del sys.modules[name]
+
+
+class _Namespace:
+    """The names of a module."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self._names: dict[str, Any] = vars(module)
+        self._before = dict(self._names)
+        self._values = [*self._before.values()]
+
+    def restore(self) -> None:
+        # Lists are compared faster than dicts; the order of names changes only if some are deleted.
+        if [*self._names.values()] == self._values:
+            return
+        self._names.update(self._before)
+        for name in self._names.keys() - self._before.keys():
+            del self._names[name]
+        self._values = [*self._names.values()]
+
+
+_ENVIRONMENT = os.environ
+
+
+def _variables() -> dict[bytes, bytes]:
+    # As they are kept: decoding them for each call would cost more than all the rest.
+    return dict(vars(_ENVIRONMENT)["_data"])
+
+
+def _set_variables(wanted: dict[bytes, bytes]) -> None:
+    for name in _variables().keys() - wanted.keys():
+        del os.environb[name]
+    for name, value in wanted.items():
+        if os.environb.get(name) != value:
+            os.environb[name] = value
+
+
+def _directory() -> str | None:
+    """None = it was deleted."""
+    try:
+        return getcwd()
+    except FileNotFoundError:
+        return None
