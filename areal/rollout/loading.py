@@ -159,9 +159,9 @@ def construct(target: type, kwargs: dict[str, Any], fillers: Fillers) -> Any:
     arguments = {name: value for name, value in offered.items() if name in names} | _given(kwargs)
     _require_complete(target, arguments)
     if isinstance(arguments.get("tokenizer"), str):
-        arguments["tokenizer"] = load_hf_tokenizer(_directory(arguments["tokenizer"]))
+        arguments["tokenizer"] = load_hf_tokenizer(arguments["tokenizer"])
     if isinstance(arguments.get("processor"), str):
-        arguments["processor"] = load_hf_processor(_directory(arguments["processor"]))
+        arguments["processor"] = load_hf_processor(arguments["processor"])
     if isinstance(arguments.get("reward_fn"), str):
         arguments["reward_fn"] = import_object(arguments["reward_fn"], "reward_fn")
     return target(**arguments)
@@ -208,14 +208,6 @@ def _require_complete(target: type, arguments: dict[str, Any]) -> None:
         raise WorkflowError(
             f"{name_of(target)} cannot be constructed: {error}; its arguments are given by workflow_kwargs{remedy}"
         ) from None
-
-
-def _directory(path: str) -> str:
-    if path.startswith("builtin:"):
-        from areal.engine.models import find_model  # makes models, so it needs torch
-
-        return str(find_model(path))
-    return path
 
 
 def import_object(path: str, what: str) -> Any:

@@ -1,4 +1,7 @@
-"""Load tokenizers and processors in the one way this package relies on."""
+"""Load tokenizers and processors in the one way this package relies on.
+
+Those of the built-in models are files of this package (`builtin_tokenizers/`), there before the models are made.
+"""
 
 import json
 from functools import partial
@@ -10,18 +13,16 @@ from areal.utils.shorten import first_line
 PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 """Class names of tokenizers that are nothing but their tokenizer.json, which can be loaded without torch."""
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
+BUILTIN = Path(__file__).with_name("builtin_tokenizers")
 
 
 def load_hf_tokenizer(path: str | Path) -> Any:
     """A Hugging Face tokenizer whose `apply_chat_template(tokenize=True)` returns a plain list of ids.
 
-    transformers 5 returns a BatchEncoding there, and `list()` of that is its keys.
+    `path` is a directory, a Hugging Face id, or the name of a built-in model. transformers 5 returns a BatchEncoding
+    where we return a list, and `list()` of that is its keys.
     """
-    if str(path).startswith("builtin:"):
-        raise ValueError(
-            f"a tokenizer is loaded from a directory or by a Hugging Face id, got {str(path)!r}; use "
-            f"load_hf_tokenizer(find_model({str(path)!r})) with areal.engine.models.find_model, which makes the model"
-        )
+    path = tokenizer_directory(path)
     if _class_name(Path(path)) in PLAIN_CLASSES:
         from transformers import PreTrainedTokenizerFast as Loader
     else:
@@ -35,6 +36,7 @@ def load_hf_processor(path: str | Path) -> Any:
 
     Needs Pillow and, because transformers' processors do, torch; torchvision only for those that require it.
     """
+    path = tokenizer_directory(path)
     if not any((Path(path) / name).is_file() for name in PROCESSOR_FILES):
         return None
     from transformers import AutoProcessor
@@ -51,6 +53,16 @@ def load_hf_processor(path: str | Path) -> Any:
         return None  # of another kind: a tokenizer alone, or one for audio
     _listing_ids(processor.tokenizer)
     return processor
+
+
+def tokenizer_directory(path: str | Path) -> str | Path:
+    """`path`, or if it is the name of a built-in model, where the files of its tokenizer and processor are."""
+    if not str(path).startswith("builtin:"):
+        return path
+    name, known = str(path).removeprefix("builtin:"), sorted(each.name for each in BUILTIN.iterdir())
+    if name not in known:
+        raise ValueError(f"no built-in model {name!r}; use one of {', '.join(f'builtin:{each}' for each in known)}")
+    return BUILTIN / name
 
 
 def _listing_ids(tokenizer: Any) -> Any:

@@ -1,6 +1,9 @@
 """A loaded tokenizer gives plain lists of ids, also after it has travelled; a processor comes where there is one."""
 
 import shutil
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +11,7 @@ import cloudpickle
 import pytest
 from tiny_processor import TOKENS_PER_IMAGE, png
 
+from areal.api.cli_args import GRPOConfig, load_expr_config
 from areal.engine.builtin.tokenizer import make_tokenizer
 from areal.utils.hf_utils import load_hf_processor, load_hf_tokenizer
 from areal.utils.images import decode_image
@@ -67,8 +71,38 @@ def test_processor_that_cannot_be_loaded_says_what_to_do(directory: Path, tmp_pa
         load_hf_processor(tmp_path)
 
 
-def test_a_built_in_name_is_refused_with_the_call_that_finds_its_directory() -> None:
-    with pytest.raises(
-        ValueError, match=r"'builtin:tiny-math'; use load_hf_tokenizer\(find_model\('builtin:tiny-math'\)\)"
-    ):
-        load_hf_tokenizer("builtin:tiny-math")
+def test_tokenizer_of_the_default_config_is_loaded_before_its_model_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AREAL_CACHE", str(tmp_path))
+    config, _ = load_expr_config([], GRPOConfig)
+    check(load_hf_tokenizer(config.tokenizer_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["tiny-math", "tiny-countdown", "tiny-vision"])
+def test_every_built_in_model_has_its_tokenizer(name: str) -> None:
+    check(load_hf_tokenizer(f"builtin:{name}"))
+
+
+def test_built_in_vision_model_has_its_processor_and_the_others_have_none() -> None:
+    shown = load_hf_processor("builtin:tiny-vision")(text=["<image>"], images=[decode_image(png())])
+    assert len(shown["input_ids"][0]) > 1
+    assert load_hf_processor("builtin:tiny-math") is None
+
+
+@pytest.mark.parametrize("load", [load_hf_tokenizer, load_hf_processor])
+@pytest.mark.parametrize("name", ["tiny-maths", "", "../builtin_tokenizers/tiny-math"])
+def test_unknown_built_in_name_is_refused_with_those_there_are(load: Callable[[str], Any], name: str) -> None:
+    known = "builtin:tiny-countdown, builtin:tiny-math, builtin:tiny-vision"
+    with pytest.raises(ValueError, match=f"^no built-in model {name!r}; use one of {known}$"):
+        load(f"builtin:{name}")
+
+
+@pytest.mark.slow
+def test_tokenizers_are_loaded_without_torch() -> None:
+    code = (
+        "import sys; from areal.utils.hf_utils import load_hf_tokenizer; load_hf_tokenizer('builtin:tiny-math'); "
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

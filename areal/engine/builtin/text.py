@@ -6,7 +6,6 @@ training problems only. They show the form of an answer and a part of the skill:
 wrong one, calculator calls, so that agents of every kind begin with some success.
 """
 
-import json
 import os
 import random
 import shutil
@@ -21,7 +20,6 @@ import torch
 
 from areal.config.training import OptimizerConfig
 from areal.dataset.builtin import COUNTDOWN, TASKS, CountdownProblem, Problem, ProceduralTask
-from areal.engine.builtin.tokenizer import make_tokenizer
 from areal.engine.inference.decoder_runner import DecoderRunner
 from areal.engine.inference.model_runner import ModelRunner
 from areal.engine.inference.sampler import SamplingParams, sample
@@ -30,11 +28,11 @@ from areal.engine.model.decoder import initialise
 from areal.engine.training.engine import TrainingEngine
 from areal.engine.training.supervised import Example, mean_nll, supervised_batch
 from areal.reward.countdown import reaches
+from areal.utils.hf_utils import load_hf_tokenizer
 
 Report = Callable[[str], None]
 """Gets lines on the progress."""
 
-_MAX_POSITIONS = 8192
 _BATCH = 64
 _CHECK_STEPS = 5
 """Steps between two measurements of success."""
@@ -62,7 +60,6 @@ class Recipe:
     target_success: float = 0.35
     """Warm-up ends when this share of sampled answers is right."""
     max_steps: int = 600
-    vocabulary: int = 512
     hidden_size: int = 96
     intermediate_size: int = 256
     num_layers: int = 2
@@ -74,7 +71,7 @@ class Recipe:
 
     def make(self, directory: Path, report: Report) -> None:
         """Make the model and write it to `directory` in Hugging Face's format."""
-        tokenizer = self._tokenizer()
+        tokenizer = load_hf_tokenizer(f"builtin:{self.name}")
         engine = TrainingEngine(
             self._architecture(tokenizer),
             OptimizerConfig(lr=3e-3, warmup_steps=50, beta2=0.95),
@@ -86,10 +83,6 @@ class Recipe:
         engine.save(str(directory))
         tokenizer.save_pretrained(directory)
 
-    def _tokenizer(self) -> Any:
-        corpus = (json.dumps(lesson) for lesson in islice(self.lessons(self.seed), 2000))
-        return make_tokenizer(corpus, self.vocabulary, _MAX_POSITIONS)
-
     def _architecture(self, tokenizer: Any) -> Architecture:
         return Architecture(
             family="qwen3",
@@ -100,7 +93,7 @@ class Recipe:
             num_kv_heads=2,
             head_dim=32,
             intermediate_size=self.intermediate_size,
-            max_positions=_MAX_POSITIONS,
+            max_positions=tokenizer.model_max_length,
             tied_embeddings=True,
             eos_token_ids=(tokenizer.eos_token_id,),
         )

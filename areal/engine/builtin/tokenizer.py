@@ -1,4 +1,8 @@
-"""A small byte-level BPE tokenizer with a ChatML template that knows tools, trained on text of the built-in tasks."""
+"""A small byte-level BPE tokenizer with a ChatML template that knows tools.
+
+The files in `areal/utils/builtin_tokenizers/` were made with it, from the lessons of the built-in models;
+`tests/engine/test_builtin_tokenizers.py` makes them again.
+"""
 
 from collections.abc import Iterable
 from typing import Any

@@ -4,7 +4,7 @@ A CLIP vision tower, LLaVA's projector and a Qwen3, computed by transformers, wi
 that a large one has. Warm-up teaches the form of an answer and a part of the skill, on training images.
 """
 
-import json
+import shutil
 from collections.abc import Sequence
 from itertools import cycle, islice
 from pathlib import Path
@@ -16,21 +16,19 @@ import torch
 from areal.config.training import OptimizerConfig
 from areal.dataset.builtin import IMAGE_SIZE, SHAPES, SHAPES_QUESTION, Drawing
 from areal.engine.builtin.text import Report, cached, sampled_answers
-from areal.engine.builtin.tokenizer import IMAGE_TOKEN, make_tokenizer
+from areal.engine.builtin.tokenizer import IMAGE_TOKEN
 from areal.engine.training.engine import TokenBatch, TrainingEngine
 from areal.engine.training.packing import Span
 from areal.engine.training.supervised import mean_nll
 from areal.engine.transformers.model import TransformersModel, no_progress_bars
 from areal.engine.transformers.runner import TransformersRunner
 from areal.engine.transformers.training import TransformersTraining
-from areal.utils.hf_utils import load_hf_processor
+from areal.utils.hf_utils import load_hf_processor, load_hf_tokenizer, tokenizer_directory
 
 _EDITION = 3
 """Part of the cache's name: raise it when anything below changes the model."""
 _SEED = 20
 _PATCH = 8
-_VOCABULARY = 384
-_MAX_POSITIONS = 2048
 _LESSONS = 1024
 """Training images that warm-up repeats: drawing one costs as much as learning from it."""
 _BATCH = 64
@@ -56,34 +54,11 @@ def _make(directory: Path, report: Report) -> None:
 
 def write_untrained(directory: Path) -> None:
     """Write the model with random weights."""
-    tokenizer = _write_processor(directory)
+    shutil.copytree(tokenizer_directory("builtin:tiny-vision"), directory, dirs_exist_ok=True)
+    tokenizer = load_hf_tokenizer(directory)
     with torch.random.fork_rng(devices=[]), no_progress_bars():
         torch.manual_seed(_SEED)
         _untrained(tokenizer).save_pretrained(directory)
-
-
-def _write_processor(directory: Path) -> Any:
-    """The tokenizer and what CLIP's image processor and LLaVA's processor read."""
-    corpus = [json.dumps([SHAPES_QUESTION, drawing.answer]) for drawing in islice(SHAPES.problems("train"), 1000)]
-    tokenizer = make_tokenizer(corpus, _VOCABULARY, _MAX_POSITIONS, takes_images=True)
-    tokenizer.save_pretrained(directory)
-    square = {"height": IMAGE_SIZE, "width": IMAGE_SIZE}
-    image_processor = {
-        "image_processor_type": "CLIPImageProcessor",
-        "processor_class": "LlavaProcessor",
-        "size": {"shortest_edge": IMAGE_SIZE},
-        "crop_size": square,
-    }
-    processor = {
-        "processor_class": "LlavaProcessor",
-        "image_token": IMAGE_TOKEN,
-        "patch_size": _PATCH,
-        "vision_feature_select_strategy": "default",
-        "num_additional_image_tokens": 1,
-    }
-    (directory / "preprocessor_config.json").write_text(json.dumps(image_processor, indent=2) + "\n")
-    (directory / "processor_config.json").write_text(json.dumps(processor, indent=2) + "\n")
-    return tokenizer
 
 
 def _untrained(tokenizer: Any) -> Any:
@@ -106,7 +81,7 @@ def _untrained(tokenizer: Any) -> Any:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=24,
-        max_position_embeddings=_MAX_POSITIONS,
+        max_position_embeddings=tokenizer.model_max_length,
         tie_word_embeddings=True,
         eos_token_id=tokenizer.eos_token_id,
     )
