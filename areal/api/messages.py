@@ -33,6 +33,8 @@ class WorkerSetup:
     proxy: ProxyConfig = field(default_factory=ProxyConfig)
     seed: int | None = None
     """The run's, which decides what is sampled; None = nothing does."""
+    vocab_size: int | None = None
+    """The model's: token ids lie below it. None = it is not known, so what workflows return is not compared with it."""
 
 
 @dataclass

@@ -105,6 +105,16 @@ def max_positions(directory: Path) -> int:
     return positions_of(read_config(directory))
 
 
+def vocab_size(directory: Path) -> int:
+    """How many tokens the model knows, those that no text has included."""
+    architecture = _known(directory)
+    if architecture is not None:
+        return architecture.vocab_size
+    from areal.engine.transformers.model import read_config
+
+    return int(read_config(directory).get_text_config().vocab_size)
+
+
 def _known(directory: Path) -> Architecture | None:
     try:
         return read_architecture(directory)

@@ -29,6 +29,7 @@ from areal.rollout.episodes import Digests, Runner, call, run_episode
 from areal.rollout.loading import Fillers
 from areal.rollout.runners import AgentPool, RunnerParts, make_runner
 from areal.rollout.runners.agent import environment
+from areal.trajectory.tensors import ModelLimits
 from areal.utils.hf_utils import load_hf_processor, load_hf_tokenizer
 from areal.utils.seeds import derived_seed
 
@@ -178,7 +179,14 @@ class RolloutWorker(GroupWorker):
             pool = AgentPool(agent.subproc_max_workers)
             self._closing.push_async_callback(pool.aclose)
         parts = RunnerParts(
-            self.proxy, engine, agent, fillers, setup.tokenizer_path, pool, log_admin_key=not setup.proxy.admin_key
+            self.proxy,
+            engine,
+            agent,
+            fillers,
+            setup.tokenizer_path,
+            pool,
+            log_admin_key=not setup.proxy.admin_key,
+            limits=ModelLimits(setup.vocab_size, setup.max_positions),
         )
         train = await make_runner(setup.workflow, agent.mode, parts)
         if setup.eval_workflow in (b"", setup.workflow):

@@ -32,7 +32,7 @@ from areal.config.rollout import RolloutConfig
 from areal.config.training import SchedulerConfig
 from areal.engine.inference.remote import RemoteEngine
 from areal.engine.model.weights import shared_memory
-from areal.engine.models import max_positions
+from areal.engine.models import max_positions, vocab_size
 from areal.infra.rpc.channel import Channel, ChannelClosed, RemoteError
 from areal.infra.rpc.connect import DriverListener
 from areal.infra.rpc.wire import api_wire
@@ -93,6 +93,7 @@ class Fleet(Closing):
                 reward_fn=config.reward_fn,
                 proxy=config.proxy.with_key(),
                 seed=config.seed,
+                vocab_size=vocab_size(model),
             )
             self._workers = self._wait(self._processes.start(config.rollout, model, setup, engine_threads))
             self._engine = self._processes.engine

@@ -11,6 +11,7 @@ Joining and padding are left to `areal.utils.data`. torch is loaded when the fir
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,6 +34,19 @@ TOKEN_IDS = ("input_ids", "output_ids")
 LARGEST_ID = np.iinfo(np.int32).max
 SHORT_FORM = {"input_ids": 1, "output_ids": 1, "reward": 0}
 """Fields of the short form and their number of dimensions."""
+
+
+@dataclass(frozen=True)
+class ModelLimits:
+    """What a model can compute."""
+
+    vocab_size: int | None = None
+    """Token ids lie below it; None = not known."""
+    max_positions: int | None = None
+    """Tokens that a row may have; None = not known."""
+
+
+UNLIMITED = ModelLimits()
 
 
 def tensors_of_group(group: GroupResult) -> dict[str, Any]:
@@ -83,7 +97,7 @@ def tensors_of_response(response: ModelResponse, reward: float, temperature: flo
     return {name: torch.from_numpy(array) for name, array in fields.items()}
 
 
-def rows_of(tensors: Any, name: str, temperature: float | None = 1.0) -> list[Row]:
+def rows_of(tensors: Any, name: str, temperature: float | None = 1.0, limits: ModelLimits = UNLIMITED) -> list[Row]:
     """The rows of what the workflow called `name` returned. Raises AgentFailed, which lists everything that is wrong.
 
     `temperature` is what its tokens were sampled at if the dict does not say; None = its calls differ, so it must say.
@@ -96,6 +110,7 @@ def rows_of(tensors: Any, name: str, temperature: float | None = 1.0) -> list[Ro
         faults.append("temperatures is missing, though its calls differ in temperature")
     arrays, unreadable = _read_arrays(tensors)
     faults += unreadable + (_short_form_faults(arrays) if is_short else _faults(arrays))
+    faults += _limit_faults(arrays, limits)
     images = tensors.get("images")
     if images is not None:
         images = [images] if is_short else images
@@ -146,6 +161,29 @@ def _faults(arrays: dict[str, Array]) -> list[str]:
             faults += _number_faults(key, _without_padding(array, arrays) if key == "input_ids" else array)
     whole = {key: array for key, array in arrays.items() if array.shape == shape}
     return faults + _mask_faults(whole) + _trained_token_faults(whole)
+
+
+def _limit_faults(arrays: dict[str, Array], limits: ModelLimits) -> list[str]:
+    """What the model cannot compute, which would end the trainer."""
+    faults, length = [], 0
+    for key in TOKEN_IDS:
+        ids = arrays.get(key)
+        if ids is None or not ids.size or ids.dtype.kind not in "iu":
+            continue
+        tokens = _without_padding(ids, arrays)
+        length += ids.shape[-1] if tokens is ids else int(np.count_nonzero(arrays["attention_mask"], axis=1).max())
+        largest = int(tokens.max(initial=0))
+        if limits.vocab_size is not None and largest >= limits.vocab_size:
+            faults.append(
+                f"{key} must lie in the model's vocabulary, 0 to {limits.vocab_size - 1}, got {largest}; encode with "
+                "the model's own tokenizer"
+            )
+    if limits.max_positions is not None and length > limits.max_positions:
+        faults.append(
+            f"a row must have at most {limits.max_positions} tokens, the model's positions, got {length}; shorten the "
+            "prompt or lower max_new_tokens"
+        )
+    return faults
 
 
 def _number_faults(key: str, array: Array) -> list[str]:

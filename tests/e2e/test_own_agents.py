@@ -11,6 +11,8 @@ from real_runs import Start, rows_of, summary_of
 from areal import PPOTrainer
 from areal.api.cli_args import GenerationHyperparameters, GRPOConfig
 from areal.api.errors import NothingAccepted
+from areal.api.io_struct import ModelRequest
+from areal.api.workflow_api import RolloutWorkflow
 from areal.config.rollout import RolloutConfig
 
 AGENT = """
@@ -109,3 +111,22 @@ def test_agent_that_always_raises_stops_the_run_with_its_cause(tmp_path: Path, t
         pytest.raises(NothingAccepted, match=r"all rejected .*broken raised KeyError: 'no such tool'"),
     ):
         trainer.train(workflow=broken)
+
+
+class SomeForeignTokens(RolloutWorkflow):
+    """Returns what it sampled, for every other task with a token that the model does not know."""
+
+    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> dict[str, Any]:
+        answer = await engine.agenerate(ModelRequest("r", [5, 6, 7], GenerationHyperparameters(max_new_tokens=4)))
+        number = int(data["question"].removeprefix("Sort "))
+        prompt = [5, 6, 10_000] if number % 2 else [5, 6, 7]
+        return {"input_ids": prompt, "output_ids": answer.output_tokens, "reward": float(answer.output_tokens[0] % 2)}
+
+
+def test_tokens_that_the_model_does_not_know_cost_their_episodes_and_not_the_run(
+    tmp_path: Path, tiny_math: Path
+) -> None:
+    with PPOTrainer(inside_the_driver(tmp_path), train_dataset=TASKS) as trainer:
+        result = trainer.train(workflow=SomeForeignTokens())
+    assert result.summary["steps"] == 2
+    assert result.summary["rejections"].keys() == {"agent_error"}

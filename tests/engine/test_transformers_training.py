@@ -11,7 +11,7 @@ from transformers_models import WRITERS, blank_image, drawn_images, image_ids, t
 
 from areal.api.errors import ModelError, RequestError
 from areal.config.errors import ConfigError
-from areal.engine.models import max_positions, open_runner, open_trainable
+from areal.engine.models import max_positions, open_runner, open_trainable, vocab_size
 from areal.engine.training.engine import TokenBatch
 from areal.engine.training.packing import Span
 from areal.engine.training.supervised import mean_nll
@@ -134,6 +134,8 @@ def test_an_unknown_model_type_is_refused(tmp_path: Path) -> None:
 def test_how_long_a_sequence_may_be_is_read_from_the_config(llava: Path, tmp_path: Path) -> None:
     assert max_positions(llava) == 2048
     assert max_positions(write_gpt2(tmp_path)) == 512
+    assert vocab_size(llava) == open_runner(llava).vocab_size
+    assert vocab_size(tmp_path) == open_runner(tmp_path).vocab_size
 
 
 def test_what_transformers_computes_is_float32_and_keeps_its_activations(tmp_path: Path) -> None:

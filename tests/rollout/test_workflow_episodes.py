@@ -1,5 +1,8 @@
 """RolloutWorkflows: the engine they are given, and what they may return."""
 
+import asyncio
+import pickle
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +10,7 @@ import torch
 from areal.api.engine_api import InferenceEngine, WeightUpdate
 from areal.api.errors import RejectReason
 from areal.api.io_struct import Grammar, ModelRequest
-from areal.api.messages import Episode
+from areal.api.messages import Episode, GroupTask
 from areal.api.workflow_api import RolloutWorkflow
 from areal.config.rollout import GenerationHyperparameters
 from areal.infra import workflow_context
@@ -15,6 +18,7 @@ from areal.infra.workflow_context import WorkflowContext
 from areal.proxy import ArealOpenAI
 from areal.rollout.episodes import run_episode
 from areal.rollout.runners.workflow import WorkflowRunner
+from areal.trajectory.tensors import ModelLimits
 from areal.utils import stats_tracker
 
 PROMPT = [5, 6, 7]
@@ -168,6 +172,43 @@ async def test_fault_outside_the_workflow_rejects_its_episode_only(engine):
     assert rejection.reason is RejectReason.AGENT_ERROR
     assert "OverflowError: no such token" in rejection.detail
     assert "decode" in rejection.trace
+
+
+async def test_trajectory_that_the_model_cannot_compute_is_rejected_at_the_door(engine, tokenizer):
+    def foreign(response):
+        return short_form(response, input_ids=torch.tensor([5, len(tokenizer)]))
+
+    for limits, rule in [
+        (ModelLimits(vocab_size=len(tokenizer)), f"the model's vocabulary, 0 to {len(tokenizer) - 1}"),
+        (ModelLimits(max_positions=3), "a row must have at most 3 tokens"),
+    ]:
+        runner = WorkflowRunner(Asking(foreign), engine, tokenizer, limits)
+        rejection, _ = await run_episode(runner, {}, WorkflowContext(), greedy=False, seconds=60)
+        assert rejection.reason is RejectReason.AGENT_ERROR
+        assert rule in rejection.detail
+
+
+class WithABadRequest(RolloutWorkflow):
+    """A good request and one with `token` in its prompt at the same time; returns what came of the good one."""
+
+    def __init__(self, token):
+        self.token = token
+
+    async def arun_episode(self, engine, data):
+        settings = GenerationHyperparameters(max_new_tokens=8)
+        requests = [ModelRequest("good", PROMPT, settings), ModelRequest("bad", [5, self.token], settings)]
+        good, bad = await asyncio.gather(*map(engine.agenerate, requests), return_exceptions=True)
+        assert isinstance(bad, Exception)
+        return short_form(good)
+
+
+@pytest.mark.parametrize("token", [300, -1, 2**63, 10**30])
+async def test_prompt_outside_the_vocabulary_fails_its_own_request_only(start_worker, tokenizer, token):
+    """In a worker with a connection to its engine, as in a run."""
+    assert len(tokenizer) <= 300
+    worker = await start_worker(WithABadRequest(token), seed=1)
+    result = await asyncio.wait_for(worker.run_group(GroupTask(7, pickle.dumps({}), 2)), 60)
+    assert (len(result.episodes), result.rejections) == (2, [])
 
 
 class Conversing:

@@ -20,7 +20,7 @@ from areal.infra.workflow_context import WorkflowContext
 from areal.proxy import Interaction
 from areal.rollout.episodes import Digests, bounded, call
 from areal.rollout.loading import episode_function
-from areal.trajectory.tensors import rows_of
+from areal.trajectory.tensors import UNLIMITED, ModelLimits, rows_of
 from areal.utils.callables import name_of
 from areal.utils.seeds import CallSeeds
 
@@ -29,8 +29,9 @@ REPEATED = re.compile(r"(<[^<>\s]+>|\[[^\[\]\s]+\])\1{3,}")
 
 
 class WorkflowRunner:
-    def __init__(self, workflow: Any, engine: InferenceEngine, tokenizer: Any) -> None:
+    def __init__(self, workflow: Any, engine: InferenceEngine, tokenizer: Any, limits: ModelLimits = UNLIMITED) -> None:
         self.name = name_of(workflow)
+        self._limits = limits
         self._run = episode_function(workflow)
         self._engine = engine
         backend = getattr(tokenizer, "backend_tokenizer", None)  # its Python wrapper costs more than the work
@@ -51,7 +52,7 @@ class WorkflowRunner:
         if _is_interactions(result):
             episode = _episode_of(result)
         else:
-            rows = rows_of(result, self.name, engine.temperature)
+            rows = rows_of(result, self.name, engine.temperature, self._limits)
             messages = [message for row in rows for message in self._readable(row)]
             episode = Episode(rows, sum(row.reward for row in rows), messages)
         for row in episode.rows:
