@@ -1,0 +1,725 @@
+"""An hour of attacks in a quarter of one, and what is left of the system: `python -m benchmarks.survival --json`.
+
+1. Fuzzed bodies, answered in process (`benchmarks.fuzz`).
+2. Calls that are cancelled, and clients that hang up, at random moments while others are served by the embedded engine:
+   before, while and after the engine answers, and in the very tick in which it does.
+3. SIGKILL and SIGSTOP of engines, rollout workers and drivers, while they start, evaluate, train, save and end. A
+   killed driver is started again and goes on. The journal of a run must hold each of its groups once.
+4. Agents that raise, hang, are rewarded with NaN and end their process, inline and in processes of their own.
+
+Aims: no hang, no death that was not asked for, no group lost or trained twice, no process, shared memory, directory,
+sequence or task left behind, no status of 500. The seed decides what is sent and who is attacked; when exactly an
+attack arrives depends on the machine too. `--quick` is for tests, it takes half a minute.
+"""
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import random
+import re
+import secrets
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from areal.api.io_struct import ModelRequest
+from areal.cli.main import USER_ERROR
+from areal.config.rollout import GenerationHyperparameters
+from areal.engine.inference.engine import EmbeddedEngine
+from areal.engine.inference.server import load_engine
+from areal.engine.models import find_model, max_positions
+from areal.proxy import Proxy, Session
+from areal.utils.closing import Closing
+from areal.utils.hf_utils import load_hf_tokenizer
+from areal.utils.logging import getLogger
+from benchmarks.fuzz import NO_ANSWER, fuzz
+from benchmarks.report import Aim, main
+
+MODEL = "builtin:tiny-math"
+CONFIG = Path(__file__).parents[1] / "examples/agent_workflow/config.yaml"
+
+
+@dataclass(frozen=True)
+class Counts:
+    """How many of each attack."""
+
+    bodies: int = 100_000
+    cancellations: int = 2_000
+    kills: int = 200
+    kill_steps: int = 20
+    """Of each run whose processes are killed."""
+    agent_steps: int = 12
+    """Of each run with bad agents."""
+
+
+QUICK = Counts(bodies=400, cancellations=80, kills=5, kill_steps=6, agent_steps=2)
+
+
+def progress(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+# ---------------------------------------------------------------------------------------------- 1. fuzzed bodies
+
+
+def send_bodies(count: int, seed: int) -> dict[str, Any]:
+    report = asyncio.run(fuzz(count, seed, progress=lambda line: progress(f"bodies: {line}")))
+    if report.smallest is not None:
+        progress(str(report))
+    return {
+        "sent": report.statuses.total(),
+        "status_500": sum(count for status, count in report.statuses.items() if status >= 500),
+        "hangs": report.statuses[NO_ANSWER],
+        "failures": len(report.failures),
+        "slowest_seconds": report.slowest_seconds,
+        "seconds": report.seconds,
+    }
+
+
+# --------------------------------------------------------------------------------- 2. cancellations, disconnects
+
+ATTACKERS = 16
+BYSTANDERS = 4
+"""Clients that only want their answers."""
+CALL_SECONDS = 30.0
+IDLE_SECONDS = 10.0
+NEW_TOKENS = 12
+QUESTION = {"model": "default", "messages": [{"role": "user", "content": "Sort 5291"}], "max_tokens": NEW_TOKENS}
+CALM_CALLS = 5
+"""To find out how long a call takes, in ticks of the event loop."""
+
+
+class Served:
+    """A proxy on the embedded engine, its clients, and what became of their calls."""
+
+    def __init__(self, seed: int) -> None:
+        directory = find_model(MODEL, progress)
+        self.engine: EmbeddedEngine = load_engine(directory)
+        tokenizer = load_hf_tokenizer(directory)
+        sampling = GenerationHyperparameters(max_new_tokens=NEW_TOKENS)
+        self.proxy = Proxy(self.engine, tokenizer, gconfig=sampling, max_positions=max_positions(directory))
+        self.draw = random.Random(seed)
+        self.outcomes: Counter[str] = Counter()
+        self._prompt: list[int] = tokenizer.encode("Sort 5291", add_special_tokens=False)
+        self._attacks: tuple[Callable[[], Awaitable[str]], ...] = (
+            self._cancel_generation,
+            self._cancel_call,
+            self._cancel_stream,
+            self._end_session,
+            self._hang_up_in_request,
+            self._hang_up_before_answer,
+            self._hang_up_in_stream,
+        )
+        self._ticks: dict[str, int] = {}
+        """How many ticks a call takes that is left alone, by its kind."""
+
+    async def measure_ticks(self) -> None:
+        for kind, call in (("generation", self._generate), ("call", self._ask)):
+            self._ticks[kind] = statistics.median_high([await _ticks_of(call) for _ in range(CALM_CALLS)])
+
+    async def attack(self) -> None:
+        attack = self.draw.choice(self._attacks)
+        try:
+            async with asyncio.timeout(CALL_SECONDS):
+                outcome = await attack()
+        except TimeoutError:
+            outcome = "hang"
+        self.outcomes[f"{attack.__name__.strip('_').replace('_', ' ')}: {outcome}"] += 1
+
+    async def call(self) -> None:
+        """By a client among the attackers; it must be answered."""
+        call = asyncio.ensure_future(self._ask())
+        await asyncio.wait((call,), timeout=CALL_SECONDS)
+        self.outcomes[f"bystander: {_outcome(call) if call.done() else 'hang'}"] += 1
+        call.cancel()
+
+    async def _generate(self) -> Any:
+        """At the engine, without a proxy. No token ends it early, so it is known when it will be answered."""
+        sampling = GenerationHyperparameters(max_new_tokens=NEW_TOKENS)
+        return await self.engine.agenerate(ModelRequest(secrets.token_hex(8), self._prompt, sampling))
+
+    async def _ask(self) -> None:
+        """As an inline agent does."""
+        session = self.proxy.open_session()
+        try:
+            await self._client(session).chat.completions.create(**QUESTION)
+        finally:
+            await self.proxy.end_session(session)
+
+    async def _ask_streaming(self, session: Session) -> None:
+        async for _ in await self._client(session).chat.completions.create(**QUESTION, stream=True):
+            pass
+
+    def _client(self, session: Session) -> Any:
+        from openai import AsyncOpenAI
+
+        shared: Any = self.proxy.http_client
+        return AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, http_client=shared, max_retries=0)
+
+    async def _cancel_generation(self) -> str:
+        return await self._cancel(self._generate(), self._moment("generation"))
+
+    async def _cancel_call(self) -> str:
+        return await self._cancel(self._ask(), self._moment("call"))
+
+    async def _cancel_stream(self) -> str:
+        session = self.proxy.open_session()
+        outcome = await self._cancel(self._ask_streaming(session), self._moment("call"))
+        await self.proxy.end_session(session)
+        return outcome
+
+    async def _end_session(self) -> str:
+        session = self.proxy.open_session()
+        call = asyncio.ensure_future(self._ask_streaming(session))
+        await _ticks(self._moment("call"))
+        await self.proxy.end_session(session)
+        await asyncio.wait((call,))
+        return _outcome(call)
+
+    async def _hang_up_in_request(self) -> str:
+        raw = self._request(session := self.proxy.open_session(), stream=False)
+        outcome = await self._hang_up(raw[: self.draw.randrange(len(raw))], read_bytes=0, ticks=self.draw.randrange(5))
+        await self.proxy.end_session(session)
+        return outcome
+
+    async def _hang_up_before_answer(self) -> str:
+        raw = self._request(session := self.proxy.open_session(), stream=self.draw.random() < 0.5)
+        outcome = await self._hang_up(raw, read_bytes=0, ticks=self._moment("call"))
+        await self.proxy.end_session(session)
+        return outcome
+
+    async def _hang_up_in_stream(self) -> str:
+        raw = self._request(session := self.proxy.open_session(), stream=True)
+        outcome = await self._hang_up(raw, read_bytes=self.draw.randrange(1, 4000), ticks=0)
+        await self.proxy.end_session(session)
+        return outcome
+
+    def _moment(self, kind: str) -> int:
+        """A number of ticks: anywhere in a call, or around its end."""
+        usual = self._ticks[kind]
+        return self.draw.randrange(usual) if self.draw.random() < 0.5 else max(0, usual + self.draw.randint(-4, 4))
+
+    async def _cancel(self, work: Any, ticks: int) -> str:
+        call = asyncio.ensure_future(work)
+        await _ticks(ticks)
+        call.cancel()
+        await asyncio.wait((call,))
+        return _outcome(call)
+
+    def _request(self, session: Session, *, stream: bool) -> bytes:
+        body = json.dumps(QUESTION | {"stream": stream}).encode()
+        head = [
+            f"POST {urlsplit(session.base_url).path}/chat/completions HTTP/1.1",
+            f"host: {urlsplit(self.proxy.origin).netloc}",
+            f"authorization: Bearer {session.api_key}",
+            "content-type: application/json",
+            f"content-length: {len(body)}",
+            "connection: close",
+        ]
+        return "\r\n".join([*head, "", ""]).encode() + body
+
+    async def _hang_up(self, sent: bytes, *, read_bytes: int, ticks: int) -> str:
+        """Close the connection in order, or break it so that the server's next write fails."""
+        address = urlsplit(self.proxy.origin)
+        reader, writer = await asyncio.open_connection(address.hostname, address.port)
+        writer.write(sent)
+        await writer.drain()
+        got = 0
+        while got < read_bytes and (more := await reader.read(read_bytes - got)):
+            got += len(more)
+        await _ticks(ticks)
+        if self.draw.random() < 0.5:
+            writer.transport.abort()
+            return "broken"
+        writer.close()
+        with suppress(ConnectionError):
+            await writer.wait_closed()
+        return "closed"
+
+
+def _outcome(call: asyncio.Future[Any]) -> str:
+    """How a call that is done has ended: answered, cancelled, or with an error's status."""
+    if call.cancelled():
+        return "cancelled"
+    error = call.exception()
+    return "answered" if error is None else f"error {getattr(error, 'status_code', type(error).__name__)}"
+
+
+async def _ticks(count: int) -> None:
+    """Let the event loop turn so often; the engine computes at most one step in each turn."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def _ticks_of(call: Callable[[], Awaitable[Any]]) -> int:
+    task, ticks = asyncio.ensure_future(call()), 0
+    while not task.done():
+        await asyncio.sleep(0)
+        ticks += 1
+    task.result()
+    return ticks
+
+
+async def cancel_and_hang_up(count: int, seed: int) -> dict[str, Any]:
+    """Attack the engine and its proxy; afterwards both answer, and nothing is left of the calls."""
+    began = time.monotonic()
+    served, calm, errors = Served(seed), asyncio.Event(), _Errors()
+    getLogger("engine").addHandler(errors)
+    await served.proxy.start()
+    await served.measure_ticks()
+    numbers = iter(range(1, count + 1))
+
+    async def attacker() -> None:
+        for number in numbers:
+            await served.attack()
+            if number % 500 == 0:
+                progress(f"cancellations: {number} of {count}")
+
+    async def bystander() -> None:
+        while not calm.is_set():
+            await served.call()
+
+    bystanders = [asyncio.ensure_future(bystander()) for _ in range(BYSTANDERS)]
+    await asyncio.gather(*(attacker() for _ in range(ATTACKERS)))
+    calm.set()
+    await asyncio.gather(*bystanders)
+    left = await _left_in(served.engine)
+    await served.call()
+    left["cache_rows"] = max(
+        0, _cache_rows(served.engine) - 1
+    )  # the row of the last answer is free, and not yet reused
+    left["sessions"] = len(served.proxy)
+    failure = served.engine.failure
+    await served.proxy.aclose()
+    await served.engine.aclose()
+    left["tasks"] = len(asyncio.all_tasks()) - 1
+    outcomes = served.outcomes
+    return {
+        "attacks": count,
+        "outcomes": dict(sorted(outcomes.items())),
+        "hangs": sum(number for name, number in outcomes.items() if name.endswith(": hang")),
+        "status_500": sum(number for name, number in outcomes.items() if re.search(": error 5", name)),
+        "bystanders_failed": sum(
+            number for name, number in outcomes.items() if name.startswith("bystander: ") and "answered" not in name
+        ),
+        "engine_deaths": int(failure is not None),
+        "failed_steps": errors.count,
+        "left": left,
+        "seconds": time.monotonic() - began,
+    }
+
+
+class _Errors(logging.Handler):
+    """Counts what a logger says is an error: a step that fails is one, also if the engine gets over it."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.count = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.count += 1
+
+
+async def _left_in(engine: EmbeddedEngine) -> dict[str, int]:
+    """What the engine still runs once it has had time to end it."""
+    deadline = time.monotonic() + IDLE_SECONDS
+    while True:
+        health = await engine.health()
+        if not (health.running or health.waiting or engine._scheduler) or time.monotonic() > deadline:
+            return {"running": health.running, "waiting": health.waiting, "scheduled": len(engine._scheduler)}
+        await asyncio.sleep(0.01)
+
+
+def _cache_rows(engine: EmbeddedEngine) -> int:
+    cache: Any = engine._runner._cache  # type: ignore[attr-defined]
+    return sum(len(pool.owners) for pool in cache.pools)
+
+
+# ----------------------------------------------------------------------- 3. and 4. processes that die, bad agents
+
+BATCH, SAMPLES = 2, 4
+TOKEN = "AREAL_SURVIVAL_TOKEN"
+"""An environment variable that every process of a run has, wherever it has got to."""
+ENGINE, WORKER = "areal.engine.inference.server", "areal.rollout.worker"
+ATTACKS_PER_RUN = 25
+"""Then it is left to end."""
+PAUSE_SECONDS = 3.0
+"""Longer than a heartbeat may be late: a driver that was stopped must not take its processes for frozen."""
+END_SECONDS = 15.0
+"""What a run leaves behind is gone by then."""
+HANG_SECONDS = 180.0
+"""Without a new step."""
+DEATH = re.compile(r"\b(engine|rollout worker \d+) \(pid (\d+)\) (was killed by|was frozen|exited with code \d+)")
+MAX_FAILED_RUNS = 3
+"""Then runs are broken by something else than attacks."""
+SHOWN_CHARACTERS = 2000
+"""Of the output of a run that went wrong."""
+SMALL = (
+    f"gconfig.n_samples={SAMPLES}",
+    f"train_dataset.batch_size={BATCH}",
+    "valid_dataset.size=4",
+    "evaluator.freq_steps=null",
+    "saver.freq_steps=2",
+    "scheduler.max_restarts=1000000",
+    "scheduler.heartbeat_seconds=2",
+    f"rollout.max_concurrent_rollouts={4 * SAMPLES}",
+)
+
+
+@dataclass
+class Damage:
+    """What runs have suffered that they should not; `runs` and the attacks on them are for scale."""
+
+    runs: int = 0
+    attacks: Counter[str] = field(default_factory=Counter)
+    resumed: int = 0
+    """How often a driver was started again: it was killed, or a process was that it could not begin without."""
+    restarts: int = 0
+    """Of engines and workers."""
+    rejections: Counter[str] = field(default_factory=Counter)
+    hangs: int = 0
+    failed_runs: int = 0
+    engine_deaths: int = 0
+    """Of engines that no one attacked."""
+    worker_deaths: int = 0
+    lost_groups: int = 0
+    doubled_groups: int = 0
+    orphans: int = 0
+    leaked_shared_memory: int = 0
+    leaked_directories: int = 0
+    seconds: float = 0.0
+
+
+class AttackedRun(Closing):
+    """A run of `areal train` in a directory of its own, and what can be seen of it from outside."""
+
+    def __init__(self, place: Path, steps: int, workflow: str, *settings: str) -> None:
+        self.place = place
+        self.steps = steps
+        self.directory = place / "runs" / "sort-digits" / "one"
+        self.attacked: set[int] = set()
+        self._token = secrets.token_hex(16)
+        self._temporary = place / "tmp"
+        self._temporary.mkdir(parents=True)
+        words = ["train", "--config", str(CONFIG), "trial_name=one", f"output_dir={place / 'runs'}"]
+        self._words = [*words, *SMALL, f"workflow={workflow}", f"total_train_steps={steps}", *settings]
+        self.start()
+
+    def start(self) -> None:
+        """Also again: then it goes on after its last checkpoint."""
+        argv = [sys.executable, "-m", "benchmarks.attacked", str(self.place / "notes"), *self._words]
+        with open(self.place / "output", "ab") as output:
+            self.driver = subprocess.Popen(
+                argv,
+                cwd=CONFIG.parents[2],
+                env=os.environ | {TOKEN: self._token, "TMPDIR": str(self._temporary)},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+
+    def processes(self) -> dict[int, str]:
+        """Every process of the run that has not ended: pid -> command line."""
+        return {pid: command for pid, command, environment in _processes() if self._token in environment}
+
+    def find(self, module: str) -> list[int]:
+        return sorted(pid for pid, command in self.processes().items() if module in command)
+
+    def attack(self, pid: int, sign: signal.Signals) -> None:
+        self.attacked.add(pid)
+        with suppress(ProcessLookupError):
+            os.kill(pid, sign)
+
+    def wait(self, seconds: float) -> int | None:
+        """The driver's exit code; None if it has not ended by then."""
+        try:
+            return self.driver.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def wait_to_end(self) -> int | None:
+        """Its exit code; None = it hangs."""
+        seen, deadline = self._steps_recorded(), time.monotonic() + HANG_SECONDS
+        while (code := self.wait(1.0)) is None:
+            recorded = self._steps_recorded()
+            if recorded != seen:
+                seen, deadline = recorded, time.monotonic() + HANG_SECONDS
+            elif time.monotonic() > deadline:
+                return None
+        return code
+
+    def ended_in_its_start(self, code: int) -> bool:
+        """Whether it gave up because a process was attacked that it could not begin without."""
+        last = self.output.rstrip().rpartition("\n")[2]
+        died = DEATH.search(last) if code == USER_ERROR and last.startswith("areal: ") else None
+        return died is not None and int(died[2]) in self.attacked
+
+    def left_behind(self) -> tuple[dict[int, str], list[str], list[str]]:
+        """Processes, shared memory and directories that are there although the driver has ended."""
+        deadline = time.monotonic() + END_SECONDS
+        while any(left := self._left()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return left
+
+    def close(self) -> None:
+        """End what is left of it: that of a run that hangs, or of a benchmark that was interrupted."""
+        while processes := self.processes():
+            for pid in processes:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self.driver.wait()
+
+    def lines(self, name: str) -> list[dict[str, Any]]:
+        path = self.directory / name
+        whole = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+        return [json.loads(line) for line in whole if line.endswith(b"\n")]
+
+    @property
+    def output(self) -> str:
+        return (self.place / "output").read_text(errors="replace")
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        summary: dict[str, Any] = json.loads((self.directory / "summary.json").read_text())
+        return summary
+
+    def _steps_recorded(self) -> int:
+        return len(self.lines("metrics.jsonl"))
+
+    def _left(self) -> tuple[dict[int, str], list[str], list[str]]:
+        notes = self.place / "notes"
+        made = notes.read_text().split() if notes.exists() else []
+        directories = [str(path) for path in self._temporary.glob("areal-*")]
+        return self.processes(), [path for path in made if os.path.exists(path)], directories
+
+
+def _processes() -> Iterator[tuple[int, str, str]]:
+    """Number, command line and environment of each process that can be looked at; zombies have neither."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(OSError):
+                command, environment = (entry / "cmdline").read_bytes(), (entry / "environ").read_bytes()
+                yield (
+                    int(entry.name),
+                    command.replace(b"\0", b" ").decode(errors="replace"),
+                    environment.decode("latin-1"),
+                )
+
+
+def examine(
+    run: AttackedRun, code: int | None, damage: Damage, *, all_groups: bool = True, expected_end: str = ""
+) -> None:
+    """Add to `damage` what the run shows once it has ended.
+
+    `all_groups`: none may have been rejected either; `expected_end`: how workers may end without an attack.
+    """
+    if code is None:
+        damage.hangs += 1
+        progress(
+            f"no step within {HANG_SECONDS:.0f} s; {len(run.processes())} processes\n{run.output[-SHOWN_CHARACTERS:]}"
+        )
+        run.close()
+    elif code != 0:
+        damage.failed_runs += 1
+        progress(f"the run ended with code {code}:\n{run.output[-SHOWN_CHARACTERS:]}")
+    note_leftovers(run, damage)
+    note_deaths(run, damage, expected_end)
+    steps = Counter(row["step"] for row in run.lines("metrics.jsonl") if "reward" in row)
+    found: dict[int, list[int]] = {}
+    for row in run.lines("rollouts.jsonl"):
+        found.setdefault(row["task_id"], []).append(row["step"])
+    twice = [task for task, each in found.items() if len(set(each)) > 1 or len(each) > SAMPLES]
+    in_part = [task for task, each in found.items() if all_groups and len(each) < SAMPLES]
+    missing = [task for task in range(run.steps * BATCH) if task not in found] if all_groups else []
+    unrecorded = [step for step in range(1, run.steps + 1) if steps[step] == 0]
+    repeated = [step for step, times in steps.items() if times > 1]
+    damage.doubled_groups += len(twice) + BATCH * len(repeated)
+    damage.lost_groups += len(missing) + len(in_part) + BATCH * len(unrecorded)
+    if twice or repeated or missing or in_part or unrecorded:
+        progress(f"groups twice {twice}, missing {missing}, in part {in_part}; steps {repeated} twice, no {unrecorded}")
+    if code == 0:
+        damage.rejections += Counter(run.summary["rejections"])
+    damage.runs += 1
+
+
+def note_leftovers(run: AttackedRun, damage: Damage) -> None:
+    processes, shared_memory, directories = run.left_behind()
+    damage.orphans += len(processes)
+    damage.leaked_shared_memory += len(shared_memory)
+    damage.leaked_directories += len(directories)
+    if processes or shared_memory or directories:
+        progress(f"left behind: {processes} {shared_memory} {directories}")
+        for path in (*shared_memory, *directories):
+            shutil.rmtree(path, ignore_errors=True)  # so that it is counted once
+        run.close()
+
+
+def note_deaths(run: AttackedRun, damage: Damage, expected_end: str) -> None:
+    deaths = {int(pid): (name, how) for name, pid, how in DEATH.findall(run.output)}
+    damage.restarts += len(deaths)
+    unexpected = {pid: death for pid, death in deaths.items() if pid not in run.attacked}
+    engines = [pid for pid, (name, _) in unexpected.items() if name == "engine"]
+    workers = [pid for pid, (name, how) in unexpected.items() if name != "engine" and how != expected_end]
+    damage.engine_deaths += len(engines)
+    damage.worker_deaths += len(workers)
+    if engines or workers:
+        progress(f"died without an attack: {unexpected}\n{run.output[-SHOWN_CHARACTERS:]}")
+
+
+def kill_processes(count: int, steps: int, seed: int, place: Path) -> Damage:
+    """Runs under fire, one after another, until there were so many attacks. All must end as if nothing had happened."""
+    draw, damage, began = random.Random(seed), Damage(), time.monotonic()
+    while damage.attacks.total() < count and damage.failed_runs + damage.hangs < MAX_FAILED_RUNS:
+        # With either staleness no group becomes stale, so the tasks of a run are known, and none may be missing.
+        with AttackedRun(
+            place / f"run-{damage.runs}",
+            steps,
+            "benchmarks.attacked.Slow",
+            f"seed={draw.randrange(1000)}",
+            f"rollout.max_head_offpolicyness={draw.choice((0, steps))}",
+            "rollout.num_workers=2",
+        ) as run:
+            code = attack(run, draw, min(ATTACKS_PER_RUN, count - damage.attacks.total()), damage)
+            examine(run, code, damage)
+        shutil.rmtree(run.place)
+        progress(f"kills: {damage.attacks.total()} of {count} in {damage.runs} runs ({time.monotonic() - began:.0f} s)")
+    damage.seconds = time.monotonic() - began
+    return damage
+
+
+def attack(run: AttackedRun, draw: random.Random, count: int, damage: Damage) -> int | None:
+    """Attack random processes of the run at random moments, then let it end; its exit code, None = it hangs."""
+    enough = damage.attacks.total() + count
+    while damage.attacks.total() < enough:
+        if (code := run.wait(draw.uniform(0, 3))) is not None:
+            if not run.ended_in_its_start(code):
+                return code
+            go_on(run, damage)
+        victim = draw.choices(("engine", "worker", "driver", "pause"), (35, 45, 15, 5))[0]
+        if victim in ("engine", "worker"):
+            sign = draw.choices((signal.SIGKILL, signal.SIGSTOP), (65, 35))[0]
+            running = run.find(ENGINE if victim == "engine" else WORKER)
+            if not running:  # it is about to be started
+                continue
+            run.attack(draw.choice(running), sign)
+            damage.attacks[f"{victim} {sign.name}"] += 1
+        elif victim == "driver":
+            run.attack(run.driver.pid, signal.SIGKILL)
+            damage.attacks["driver SIGKILL"] += 1
+            go_on(run, damage)
+        else:
+            run.driver.send_signal(signal.SIGSTOP)
+            run.wait(PAUSE_SECONDS)
+            run.driver.send_signal(signal.SIGCONT)
+            damage.attacks["driver SIGSTOP and SIGCONT"] += 1
+    while (code := run.wait_to_end()) is not None and run.ended_in_its_start(code):
+        go_on(run, damage)
+    return code
+
+
+def go_on(run: AttackedRun, damage: Damage) -> None:
+    """Give the command again, once the driver has ended before its last step and taken everything with it."""
+    run.driver.wait()
+    note_leftovers(run, damage)
+    damage.resumed += 1
+    run.start()
+
+
+def run_bad_agents(steps: int, seed: int, place: Path) -> dict[str, Damage]:
+    """Runs whose agents fail in every way that `Unreliable` knows; they train all of their steps."""
+    found = {}
+    for mode, timeout_seconds, end, settings in (
+        # An agent that ends its worker costs every episode there, so there are few at a time.
+        (
+            "inline",
+            3,
+            "exited with code 7",
+            (f"rollout.max_concurrent_rollouts={2 * SAMPLES}", "rollout.num_workers=2"),
+        ),
+        # The first episode of a process loads an SDK, and many processes are replaced.
+        ("subproc", 10, "", ("rollout.agent.subproc_max_workers=4", "rollout.num_workers=1")),
+    ):
+        began, damage = time.monotonic(), Damage()
+        with AttackedRun(
+            place / mode,
+            steps,
+            "benchmarks.attacked.Unreliable",
+            f"seed={seed}",
+            f"rollout.agent.mode={mode}",
+            f"rollout.agent.timeout_seconds={timeout_seconds}",
+            *settings,
+        ) as run:
+            examine(run, run.wait_to_end(), damage, all_groups=False, expected_end=end)
+        damage.seconds = time.monotonic() - began
+        found[mode] = damage
+        progress(f"bad agents, {mode}: {damage.restarts} restarts, {dict(damage.rejections)}, {damage.seconds:.0f} s")
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------- all of it
+
+
+def run(seed: int, counts: Counts) -> tuple[dict[str, Any], list[Aim]]:
+    with tempfile.TemporaryDirectory(prefix="survival-") as place:
+        agents = run_bad_agents(counts.agent_steps, seed, Path(place) / "agents")
+        kills = kill_processes(counts.kills, counts.kill_steps, seed, Path(place) / "kills")
+    calls = asyncio.run(cancel_and_hang_up(counts.cancellations, seed))
+    bodies = send_bodies(counts.bodies, seed)
+    damages = [kills, *agents.values()]
+
+    def total(name: str) -> int:
+        return sum(getattr(each, name) for each in damages)
+
+    values = {
+        "hangs": bodies["hangs"] + calls["hangs"] + total("hangs"),
+        "statuses of 500 and above": bodies["status_500"] + calls["status_500"],
+        "fuzzed bodies that failed in another way": bodies["failures"] - bodies["hangs"] - bodies["status_500"],
+        "calls of bystanders without an answer": calls["bystanders_failed"],
+        "decode steps that failed": calls["failed_steps"],
+        "deaths of engines that no one attacked": calls["engine_deaths"] + total("engine_deaths"),
+        "deaths of workers that no one attacked": total("worker_deaths"),
+        "sequences, cache rows, sessions and tasks left": sum(calls["left"].values()),
+        "runs that failed": total("failed_runs"),
+        "groups lost": total("lost_groups"),
+        "groups trained twice": total("doubled_groups"),
+        "processes left": total("orphans"),
+        "shared memory left": total("leaked_shared_memory"),
+        "temporary directories left": total("leaked_directories"),
+    }
+    figures = {
+        "seed": seed,
+        "bodies": bodies,
+        "cancellations": calls,
+        "kills": asdict(kills),
+        "bad_agents": {mode: asdict(damage) for mode, damage in agents.items()},
+    }
+    made = Aim.at_least("attacks on processes", kills.attacks.total(), counts.kills)
+    return figures, [made, *(Aim.at_most(name, value, 0) for name, value in values.items())]
+
+
+def options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--seed", type=int, default=1, help="decides the attacks (default: %(default)s)")
+    parser.add_argument("--quick", action="store_true", help="a few attacks of each kind, to check that all of it runs")
+    return parser
+
+
+if __name__ == "__main__":
+    parser = options()
+    asked = parser.parse_known_args()[0]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that its runs end too
+    main(__doc__ or "", lambda: run(asked.seed, QUICK if asked.quick else Counts()), parser)
