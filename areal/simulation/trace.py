@@ -13,10 +13,11 @@ import dataclasses
 import json
 import math
 import random
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 from areal.api.errors import TraceError
 from areal.utils.shorten import shown
@@ -104,7 +105,7 @@ def _numbers(kind: type[T], values: Any, where: str) -> T:
     for name, value in values.items():
         if name not in names:
             raise TraceError(f"{where} has no {name!r}; it has {', '.join(names)}")
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+        if not _is_amount(value):
             raise TraceError(f"{where}: {name} must be a number >= 0, got {value!r:.80}")
         if name.endswith("_per_second") and value == 0:
             raise TraceError(f"{where}: {name} must be > 0, got 0; nothing would ever end")
@@ -148,38 +149,87 @@ RecordedCall = tuple[float, float, int]
 def record(run: str | Path) -> Trace:
     """The trace of a finished run: its episodes as they were, and how fast its parts turned out to be.
 
-    Raises TraceError if `run` is not the directory of one, or if a line of its files is damaged.
+    Raises TraceError if `run` is not the directory of one, or if one of its files is damaged.
     """
     place = Path(run)
     try:
-        summary = json.loads((place / "summary.json").read_text(encoding="utf-8"))
-        episodes = list(_lines(place / "rollouts.jsonl"))
-        steps = [row for row in _lines(place / "metrics.jsonl") if "step_seconds" in row]
+        summary = _summary(place / "summary.json")
+        calls = [_recorded_calls(row["turns"], where) for where, row in _lines(place / "rollouts.jsonl", "turns")]
+        steps = [
+            [_amount(row, name, where) for name in ("tokens", "step_seconds", "wait_seconds")]
+            for where, row in _lines(place / "metrics.jsonl")
+            if "step_seconds" in row
+        ]
     except OSError as error:
         raise TraceError(f"{str(place)!r} is not the directory of a finished run: {error.strerror}") from None
-    calls = [[(asked, answered, tokens) for asked, answered, tokens in each["turns"]] for each in episodes]
-    if not any(calls) or not steps:
+    trained, seconds = sum(tokens for tokens, _, _ in steps), sum(step - wait for _, step, wait in steps)
+    if not any(tokens for each in calls for *_, tokens in each) or seconds <= 0 or not trained:
         raise TraceError(f"{str(place)!r} recorded no call of the model, or no step; simulate needs both")
-    workers = [cpu for name, cpu in summary["cpu_seconds"].items() if "worker" in name]
-    trained = sum(row["tokens"] for row in steps)
+    workers = [
+        _amount(summary["cpu_seconds"], name, "summary.json") for name in summary["cpu_seconds"] if "worker" in name
+    ]
     return Trace(
         [_recorded_turns(each) for each in calls if each],
         _engine(calls, summary["generating_seconds"]),
         ClientSpeed(sum(workers) / max(1, summary["calls"])),
-        TrainerSpeed(trained / sum(row["step_seconds"] - row["wait_seconds"] for row in steps)),
+        TrainerSpeed(trained / seconds),
     )
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
+def _summary(path: Path) -> dict[str, Any]:
+    """What a finished run says of itself, with the fields that are needed here."""
+    try:
+        summary = json.loads(path.read_bytes())
+    except ValueError:  # also for bytes that are not UTF-8
+        summary = None
+    fields = ("generating_seconds", "calls", "cpu_seconds")
+    if not isinstance(summary, dict) or not isinstance(summary.get("cpu_seconds"), dict):
+        raise TraceError(f"{path} must be a JSON object with {', '.join(fields)}, and is damaged; take another run")
+    _amount(summary, "calls", str(path))
+    if not _amount(summary, "generating_seconds", str(path)):
+        raise TraceError(f"{path}: generating_seconds must be > 0, got 0; simulate needs a run that called the model")
+    return summary
+
+
+def _lines(path: Path, *needed: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each line, and where it is."""
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             try:
                 row = json.loads(line)
             except ValueError:  # also for bytes that are not UTF-8
                 row = None
-            if not isinstance(row, dict):
-                raise TraceError(f"line {number} of {path} must be a JSON object, got {shown(line, 80)}; remove it")
-            yield row
+            where = f"line {number} of {path}"
+            if not isinstance(row, dict) or not row.keys() >= set(needed):
+                what = " ".join(["a JSON object", *(f"with {name}" for name in needed)])
+                raise TraceError(f"{where} must be {what}, got {shown(line, 80)}; remove it")
+            yield where, row
+
+
+def _amount(values: dict[str, Any], name: str, where: str) -> float:
+    value = values.get(name)
+    if not _is_amount(value):
+        raise TraceError(f"{where}: {name} must be a number >= 0, got {shown(value, 80)}")
+    return float(value)
+
+
+def _is_amount(value: Any) -> TypeGuard[float]:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return 0 <= value <= sys.float_info.max  # also for integers that no float can hold
+
+
+def _recorded_calls(turns: Any, where: str) -> list[RecordedCall]:
+    wrong = [turns] if not isinstance(turns, list) else [each for each in turns if not _is_call(each)]
+    if wrong:
+        raise TraceError(
+            f"{where}: turns must be a list of [asked, answered, tokens], got {shown(wrong[0], 80)}; remove the line"
+        )
+    return [(asked, answered, tokens) for asked, answered, tokens in turns]
+
+
+def _is_call(turn: Any) -> bool:
+    return isinstance(turn, list) and len(turn) == 3 and all(map(_is_amount, turn)) and turn[0] <= turn[1]
 
 
 def _recorded_turns(calls: Sequence[RecordedCall]) -> list[Turn]:

@@ -55,6 +55,67 @@ def test_damaged_line_is_named_with_its_file(tmp_path: Path, name: str, line: by
         record(tmp_path)
 
 
+SUMMARY = {"calls": 1, "cpu_seconds": {"rollout worker 0": 1.0}, "generating_seconds": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (b"", "must be a JSON object with generating_seconds, calls, cpu_seconds, and is damaged; take another run"),
+        (b'{"calls": 1', "must be a JSON object"),
+        (b"\xff\xfe", "must be a JSON object"),
+        (b"[]", "must be a JSON object"),
+        (b"{}", "must be a JSON object"),
+        ({"cpu_seconds": 3}, "must be a JSON object"),
+        ({"calls": None}, "calls must be a number >= 0, got None"),
+        ({"generating_seconds": 0}, "generating_seconds must be > 0, got 0"),
+        ({"generating_seconds": "2"}, "generating_seconds must be a number >= 0, got '2'"),
+        ({"generating_seconds": float("nan")}, "generating_seconds must be a number >= 0, got nan"),
+        ({"generating_seconds": 10**400}, "generating_seconds must be a number >= 0, got 1000"),
+        ({"cpu_seconds": {"rollout worker 0": True}}, "rollout worker 0 must be a number >= 0, got True"),
+    ],
+)
+def test_damaged_summary_is_named(tmp_path: Path, content: bytes | dict[str, Any], complaint: str) -> None:
+    damaged = content if isinstance(content, bytes) else json.dumps(SUMMARY | content).encode()
+    (write_run(tmp_path, [[(0.5, 1.5, 10)]], 2.0) / "summary.json").write_bytes(damaged)
+    with pytest.raises(TraceError, match=rf"summary\.json.*{complaint}"):
+        record(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "turns", [{}, [[0.5, 1.5]], [[0.5, "1.5", 10]], [[1.5, 0.5, 10]], [None], "text", [[0, 1, -1]]]
+)
+def test_calls_that_cannot_have_been_are_named_with_their_line(tmp_path: Path, turns: Any) -> None:
+    with pytest.raises(TraceError, match=r"line 2 of .*rollouts.jsonl: turns must be a list of \[asked, answered"):
+        record(write_run(tmp_path, [[(0.5, 1.5, 10)], turns], 2.0))
+
+
+@pytest.mark.parametrize(
+    ("step", "complaint"),
+    [
+        (
+            {"step_seconds": 3.0, "wait_seconds": 1.0},
+            "line 3 of .*metrics.jsonl: tokens must be a number >= 0, got None",
+        ),
+        ({"step_seconds": None, "wait_seconds": 1.0, "tokens": 1}, "step_seconds must be a number >= 0, got None"),
+    ],
+)
+def test_steps_that_lack_a_figure_are_named_with_their_line(tmp_path: Path, step: Any, complaint: str) -> None:
+    with (write_run(tmp_path, [[(0.5, 1.5, 10)]], 2.0) / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(step) + "\n")
+    with pytest.raises(TraceError, match=complaint):
+        record(tmp_path)
+
+
+def test_run_without_tokens_or_time_has_nothing_to_simulate(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="recorded no call"):
+        record(write_run(tmp_path, [[(0.5, 1.5, 0)]], 2.0))
+    metrics = write_run(tmp_path, [[(0.5, 1.5, 10)]], 2.0) / "metrics.jsonl"
+    metrics.write_text(json.dumps({"step_seconds": 1.0, "wait_seconds": 1.0, "tokens": 5}) + "\n")
+    with pytest.raises(TraceError, match="recorded no call of the model, or no step"):
+        record(tmp_path)
+
+
 def test_directory_that_is_no_finished_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="not the directory of a finished run"):
         record(tmp_path)
