@@ -8,7 +8,8 @@ The program is the last fenced block, or the whole completion if there is none; 
 - `"assert add(3, 4) == 7"`: statements that run after the program, in the same interpreter. A program can cheat here;
   use the other kind where that matters.
 
-The program runs in a sandbox (`areal/reward/sandbox`); `limits.timeout_seconds` covers all tests together.
+The program runs in a sandbox (`areal/reward/sandbox`); `limits.timeout_seconds` covers all tests together. Whatever it
+does there is at worst a wrong answer. A machine that cannot isolate it is refused (`ConfigError`).
 """
 
 import dataclasses
@@ -19,7 +20,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from areal.reward.sandbox import SandboxLimits, run_program
+from areal.reward.sandbox import AskedIsolation, Isolation, SandboxLimits, find_isolation, run_program
 
 _FENCE = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 
@@ -34,15 +35,17 @@ def code_reward(
     tests: Sequence[Test] | str,
     *,
     limits: SandboxLimits = SandboxLimits(),  # noqa: B008  (frozen)
+    isolation: AskedIsolation = "auto",
     **_: Any,
 ) -> float:
     """`tests` may also be the JSON text of such a list, so that one column of a table can hold both kinds."""
+    kind = find_isolation(isolation)
     statements, pairs = _by_kind(json.loads(tests) if isinstance(tests, str) else tests)
     program = extract_program(completion)
     deadline = time.monotonic() + limits.timeout_seconds
-    if statements and not _passes_statements(program, statements, limits):
+    if statements and not _passes_statements(program, statements, limits, kind):
         return 0.0
-    return float(all(_passes_pair(program, pair, _remaining(limits, deadline)) for pair in pairs))
+    return float(all(_passes_pair(program, pair, _remaining(limits, deadline), kind) for pair in pairs))
 
 
 def extract_program(completion: str) -> str:
@@ -59,18 +62,18 @@ def _by_kind(tests: Sequence[Test]) -> tuple[list[str], list[Mapping[str, Any]]]
     return statements, pairs
 
 
-def _passes_statements(program: str, statements: list[str], limits: SandboxLimits) -> bool:
+def _passes_statements(program: str, statements: list[str], limits: SandboxLimits, isolation: Isolation) -> bool:
     """Success prints a secret word last, so a program that exits before the tests does not pass."""
     word = secrets.token_hex(16)
     text = "\n".join([program, *statements, f"import sys; sys.stdout.flush(); sys.stdout.write({word!r})"])
-    run = run_program(text, limits=limits)
+    run = run_program(text, limits=limits, isolation=isolation)
     return run.status == 0 and run.output.endswith(word)
 
 
-def _passes_pair(program: str, pair: Mapping[str, Any], limits: SandboxLimits | None) -> bool:
+def _passes_pair(program: str, pair: Mapping[str, Any], limits: SandboxLimits | None, isolation: Isolation) -> bool:
     if limits is None:
         return False
-    run = run_program(program, str(pair["input"]), limits)
+    run = run_program(program, str(pair["input"]), limits, isolation=isolation)
     return run.status == 0 and _lines(run.output) == _lines(str(pair["output"]))
 
 

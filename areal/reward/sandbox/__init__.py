@@ -1,33 +1,49 @@
 """Run an untrusted program, one that a model wrote.
 
-`run_program` starts Python without environment variables, in an empty directory, with limits on time, memory, output,
-files and processes, and in the end kills it and everything it started. `ProgramRun.isolation` says what kept it from
-the network and from other files:
+`run_program` starts Python without environment variables, as a user without rights, with limits on time, memory, disk,
+output, files and processes, and in the end kills it and everything it started. The kernel keeps it from the network,
+from other files and from other processes, by the first of these that works on this machine:
 
-- `namespaces`: the kernel. No network interface, no other process, and of the file system only the Python installation,
-  read-only. Linux 5.12 or newer, as root, or as any user where unprivileged user namespaces are allowed.
-- `guard`: an audit hook in the program's own interpreter, which refuses sockets, processes, signals, ctypes, and files
-  outside its directory. It stops careless code, not an attacker who brings machine code.
+- `namespaces`: nothing outside exists for it. Linux 5.14 or newer, as root, or where users may make user namespaces.
+- `bubblewrap`: the same made by the program `bwrap`, which some distributions permit where they forbid it to others.
+- `landlock`: outside exists and the kernel refuses it. Linux 5.13 or newer, most containers included.
+
+Where none works, `run_program` refuses, unless `isolation="none"` is asked for by name. A process that runs programs
+has one launcher (`launcher.py`), which prepares the isolation once.
 """
 
+import atexit
 import json
-import math
 import os
-import select
-import signal
+import socket
 import subprocess
 import sys
-import tempfile
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Any, Literal, get_args
 
-from areal.config.errors import require
+from areal.config.errors import ConfigError, require
 
-_HERE = Path(__file__).parent
-_REAP_SECONDS = 10.0
+Isolation = Literal["namespaces", "bubblewrap", "landlock", "none"]
+AskedIsolation = Isolation | Literal["auto"]
 
-Isolation = Literal["namespaces", "guard"]
+ORDER: tuple[Isolation, ...] = ("namespaces", "bubblewrap", "landlock")
+"""The strongest and most capable first."""
+_ANSWER_SECONDS = 60.0
+"""For what the launcher has to do besides running a program, on a machine that is busy."""
+
+_PROBE = """
+import os, socket
+def refused(action, *arguments):
+    try:
+        action(*arguments)
+    except OSError:
+        return True
+attempts = [(socket.socket,), (open, "/etc/passwd"), (open, "/proc/1/cmdline"), (open, "/tmp/areal-probe", "w")]
+print(os.getuid() != 0 and all(refused(*each) for each in attempts))
+"""
 
 
 @dataclass(frozen=True)
@@ -36,10 +52,12 @@ class SandboxLimits:
     """From start to end; then everything is killed."""
     memory_bytes: int = 512 << 20
     """Address space of each process."""
+    disk_bytes: int = 64 << 20
+    """Of all its files together, in `namespaces`; `bubblewrap` and `landlock` let it write none."""
     output_bytes: int = 1 << 20
     """Of standard output, of standard error, and of any file."""
     processes: int = 16
-    """Processes and threads at one time. The guard allows one process, and counts its threads only for root."""
+    """Processes and threads at one time. `bubblewrap` and `landlock` allow one process with its threads."""
     open_files: int = 64
 
     def __post_init__(self) -> None:
@@ -53,8 +71,7 @@ class ProgramRun:
     """Exit status, 0 is success; None = it was killed at the deadline."""
     output: str
     errors: str
-    isolation: Isolation | None
-    """None = it was killed before it could report."""
+    isolation: Isolation
 
 
 def run_program(
@@ -62,50 +79,147 @@ def run_program(
     stdin: str = "",
     limits: SandboxLimits = SandboxLimits(),  # noqa: B008  (frozen)
     *,
-    namespaces: bool = True,
+    isolation: AskedIsolation = "auto",
 ) -> ProgramRun:
-    """Run a Python program until it ends or reaches its deadline. `namespaces=False` uses the guard at once."""
+    """Run a Python program until it ends or reaches its deadline. Raises `ConfigError` where it cannot be isolated."""
+    return _LAUNCHERS.run(find_isolation(isolation), text, stdin, limits)
+
+
+def find_isolation(
+    asked: AskedIsolation = "auto", why_not: "Callable[[Isolation], str | None] | None" = None
+) -> Isolation:
+    """The kind of isolation that programs get; raises `ConfigError` with the remedy if there is none.
+
+    `why_not` says why a kind does not work here, None if it does; by default each kind is tried out, once per process.
+    """
+    choices = ("auto", *get_args(Isolation))
+    require(asked in choices, f"isolation must be one of {', '.join(choices)}, got {asked!r}")
     require(sys.platform == "linux", f"programs run in a sandbox on Linux only, this is {sys.platform}")
-    with (
-        tempfile.TemporaryDirectory(prefix="areal-program-", ignore_cleanup_errors=True) as scratch,
-        tempfile.TemporaryFile() as standard_in,
-        tempfile.TemporaryFile() as output,
-        tempfile.TemporaryFile() as errors,
-    ):
-        Path(scratch, "main.py").write_bytes(text.encode(errors="replace"))
-        standard_in.write(stdin.encode(errors="replace"))
-        standard_in.seek(0)
-        report = _launch(scratch, (standard_in, output, errors), limits, namespaces)
-        standard_out, standard_err = (_read(file, limits.output_bytes) for file in (output, errors))
-    if report == b"":
-        raise RuntimeError(f"the sandbox ended without a report: {standard_err[-500:].strip()}")
-    status, isolation = json.loads(report) if report is not None else (None, None)
-    return ProgramRun(status, standard_out, standard_err, isolation)
+    if asked == "none":
+        return "none"
+    reasons = {}
+    for kind in ORDER if asked == "auto" else (asked,):
+        reasons[kind] = (why_not or _LAUNCHERS.why_not)(kind)
+        if reasons[kind] is None:
+            return kind
+    raise ConfigError(
+        f"programs of a model run only where the kernel isolates them; isolation={asked!r} does not work here ("
+        + "; ".join(f"{kind}: {reason}" for kind, reason in reasons.items())
+        + "). Allow user namespaces (in a container: --security-opt seccomp=unconfined or --cap-add SYS_ADMIN; on "
+        "Ubuntu: sysctl kernel.apparmor_restrict_unprivileged_userns=0), install bubblewrap, or use a kernel with "
+        "Landlock. "
+        'isolation="none" runs them without any protection'
+    )
 
 
-def _launch(scratch: str, streams: tuple[IO[bytes], ...], limits: SandboxLimits, namespaces: bool) -> bytes | None:
-    """The launcher's report; None = the deadline came first."""
-    ours, theirs = os.pipe()
-    with open(ours, "rb", buffering=0) as report:
-        try:
-            process = subprocess.Popen(
-                [_python(), "-I", "-S", str(_HERE / "launcher.py"), _job(scratch, theirs, limits, namespaces)],
-                stdin=streams[0],
-                stdout=streams[1],
-                stderr=streams[2],
-                cwd=scratch,
+class _Launcher:
+    """The process that starts programs under one kind of isolation."""
+
+    def __init__(self, isolation: Isolation) -> None:
+        self.isolation = isolation
+        self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.control.settimeout(_ANSWER_SECONDS)
+        setup = {"isolation": isolation, "caller": os.getpid()}
+        with theirs:
+            self.process = subprocess.Popen(
+                [_python(), "-I", "-S", str(Path(__file__).with_name("launcher.py")), json.dumps(setup)],
+                stdin=theirs,
+                stdout=subprocess.DEVNULL,
+                cwd="/",
                 env={},
-                pass_fds=(theirs,),
-                process_group=0,
+                start_new_session=True,
             )
-        finally:
-            os.close(theirs)
         try:
-            ready, _, _ = select.select([report], [], [], limits.timeout_seconds)
-            return report.read() if ready else None
+            answer = self.control.recv(4096)
+        except TimeoutError:
+            self.process.kill()
+            answer = b""
+        self.refusal: str | None = json.loads(answer or '{"refused": "the launcher failed"}').get("refused")
+
+    def run(self, text: str, stdin: str, limits: SandboxLimits) -> ProgramRun:
+        """Raises `BrokenPipeError` if the launcher has ended."""
+        report, theirs = socket.socketpair()
+        report.settimeout(limits.timeout_seconds + _ANSWER_SECONDS)
+        files = [_memory_file(data) for data in (text, stdin, "", "")]
+        try:
+            with report:
+                with theirs:
+                    job = json.dumps(asdict(limits)).encode()
+                    socket.send_fds(self.control, [job], [theirs.fileno(), *files])
+                outcome = _read_to_end(report)
+            output, errors = (_text(file, limits.output_bytes) for file in files[2:])
         finally:
-            os.killpg(process.pid, signal.SIGKILL)  # not reaped yet, so the process id is still its own
-            process.wait(_REAP_SECONDS)
+            for file in files:
+                os.close(file)
+        if "status" not in outcome:
+            failure = outcome.get("failure", "its process was killed from outside")
+            raise RuntimeError(f"the sandbox could not run a program: {failure}; {errors[-500:].strip()}")
+        return ProgramRun(outcome["status"], output, errors, self.isolation)
+
+    def close(self) -> None:
+        self.control.close()
+        try:
+            self.process.wait(_ANSWER_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+
+
+class _Launchers:
+    """The launchers of this process. Each starts with its first program and ends with the process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: dict[Isolation, _Launcher] = {}
+        self._reasons: dict[Isolation, str | None] = {}
+        os.register_at_fork(after_in_child=self._forget)
+        atexit.register(self._close)
+
+    def why_not(self, isolation: Isolation) -> str | None:
+        if isolation not in self._reasons:
+            self._reasons[isolation] = self._try(isolation)
+        return self._reasons[isolation]
+
+    def run(self, isolation: Isolation, text: str, stdin: str, limits: SandboxLimits) -> ProgramRun:
+        launcher = self._get(isolation)
+        try:
+            return launcher.run(text, stdin, limits)
+        except BrokenPipeError:  # someone killed the launcher, no program can
+            return self._get(isolation, instead_of=launcher).run(text, stdin, limits)
+
+    def _try(self, isolation: Isolation) -> str | None:
+        launcher = self._get(isolation)
+        if launcher.refusal is not None:
+            return launcher.refusal
+        try:
+            probe = launcher.run(_PROBE, "", SandboxLimits(timeout_seconds=_ANSWER_SECONDS))
+        except RuntimeError as error:
+            return str(error)
+        if probe.output != "True\n":
+            return (
+                f"a program was not isolated, or Python did not start: {(probe.output + probe.errors)[-500:].strip()}"
+            )
+        return None
+
+    def _get(self, isolation: Isolation, instead_of: _Launcher | None = None) -> _Launcher:
+        with self._lock:
+            if self._running.get(isolation) is instead_of:
+                if instead_of is not None:
+                    instead_of.close()
+                self._running[isolation] = _Launcher(isolation)
+            return self._running[isolation]
+
+    def _forget(self) -> None:
+        self._lock = threading.Lock()
+        for launcher in self._running.values():
+            launcher.process.returncode = 0  # not a child of this process
+        self._running = {}
+
+    def _close(self) -> None:
+        for launcher in self._running.values():
+            launcher.close()
+
+
+_LAUNCHERS = _Launchers()
 
 
 def _python() -> str:
@@ -113,22 +227,21 @@ def _python() -> str:
     return os.path.realpath(getattr(sys, "_base_executable", sys.executable))
 
 
-def _job(scratch: str, report: int, limits: SandboxLimits, namespaces: bool) -> str:
-    job: dict[str, Any] = {
-        "parent": os.getpid(),
-        "scratch": scratch,
-        "report": report,
-        "namespaces": namespaces,
-        "guard": (_HERE / "guard.py").read_text(encoding="utf-8"),
-        "memory_bytes": limits.memory_bytes,
-        "cpu_seconds": math.ceil(limits.timeout_seconds) + 1,
-        "output_bytes": limits.output_bytes,
-        "processes": limits.processes,
-        "open_files": limits.open_files,
-    }
-    return json.dumps(job)
+def _memory_file(text: str) -> int:
+    """In memory, so that nothing is left on disk whoever is killed."""
+    file = os.memfd_create("areal-program")
+    with open(file, "wb", closefd=False) as writer:
+        writer.write(text.encode(errors="replace"))
+    os.lseek(file, 0, os.SEEK_SET)
+    return file
 
 
-def _read(file: IO[bytes], most: int) -> str:
-    file.seek(0)
-    return file.read(most).decode(errors="replace")
+def _text(file: int, most: int) -> str:
+    return os.pread(file, most, 0).decode(errors="replace")
+
+
+def _read_to_end(report: socket.socket) -> dict[str, Any]:
+    """The end comes when the keeper has ended, after everything else that it was responsible for."""
+    parts = iter(lambda: report.recv(4096), b"")
+    outcome: dict[str, Any] = json.loads(b"".join(parts) or b"{}")
+    return outcome
