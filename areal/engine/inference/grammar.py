@@ -163,15 +163,19 @@ _OPTIONS = '%llguidance {"no_forcing": true}\n'
 _SILENT = 0
 
 
+def as_lark(grammar: Grammar) -> str:
+    """The text that llguidance compiles."""
+    return _OPTIONS + (f"start: %json {grammar.text}" if grammar.kind == "json_schema" else grammar.text)
+
+
 def _compile(grammar: Grammar, vocabulary: LLTokenizer) -> LLMatcher:
     if len(grammar.text) > MAX_GRAMMAR_CHARACTERS:
         raise GrammarError(
             f"{grammar.origin} cannot be honoured: a grammar may have {MAX_GRAMMAR_CHARACTERS} characters, got "
             f"{len(grammar.text)}; make the schema smaller"
         )
-    text = f"start: %json {grammar.text}" if grammar.kind == "json_schema" else grammar.text
     limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES)
-    matcher = LLMatcher(vocabulary, _OPTIONS + text, log_level=_SILENT, limits=limits)
+    matcher = LLMatcher(vocabulary, as_lark(grammar), log_level=_SILENT, limits=limits)
     matcher.compute_bitmask()  # here rather than in a decode step: the first mask takes longest
     if matcher.is_error():
         raise GrammarError(f"{grammar.origin} cannot be honoured: {_reason(matcher.get_error())}")

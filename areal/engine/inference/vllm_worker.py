@@ -1,0 +1,64 @@
+"""Runs inside vLLM's worker processes: log-probs of the whole distribution that a token was drawn from.
+
+vLLM reports log-probs either before it divides logits by the temperature, or after it has masked what top_p, top_k,
+min_tokens and a grammar exclude. A trainer recomputes what lies between: divided by the temperature, nothing masked.
+So that is what this extension makes vLLM report. `areal.engine.inference.vllm` copies this file to a directory that
+vLLM's interpreter imports it from, which has no `areal`, names the class in `--worker-extension-cls`, and calls it.
+"""
+
+from typing import Any
+
+from torch import Tensor
+
+GREEDY_BELOW = 1e-5
+"""Temperatures below this are greedy for vLLM, which divides by 1 then."""
+
+
+class WholeDistribution:
+    """vLLM makes it a base class of its worker, so that `model_runner` is the worker's own."""
+
+    model_runner: Any
+
+    def report_whole_distribution(self) -> bool:
+        """Changes what this worker reports; True if it does, or did before. Raises for a runner that it does not know.
+
+        Tensor shapes: B sequences, V vocabulary.
+        """
+        runner = self.model_runner
+        if getattr(runner, "reports_whole_distribution", False):
+            return True
+        sampler, sample_tokens = runner.sampler, runner.sample_tokens
+        draw = sampler.forward
+        if sampler.logprobs_mode != "raw_logprobs":
+            raise RuntimeError(f"vLLM must run with --logprobs-mode raw_logprobs, got {sampler.logprobs_mode}")
+        unmasked: list[Tensor] = []
+
+        def sample_tokens_unmasked(grammar_output: Any) -> Any:
+            """A grammar's mask is written into the logits, so they are kept before that."""
+            state = runner.execute_model_state
+            if grammar_output is not None and state is not None:
+                unmasked.append(state.logits.clone())
+            try:
+                return sample_tokens(grammar_output)
+            finally:
+                unmasked.clear()
+
+        def draw_and_report(logits: Tensor, sampling_metadata: Any, **options: Any) -> Any:
+            whole_b_v = unmasked[0] if unmasked else logits
+
+            def whole_logprobs(_: Tensor) -> Tensor:
+                scaled_b_v = whole_b_v.float()
+                temperature_b = sampling_metadata.temperature
+                if temperature_b is not None:  # None = all are greedy
+                    scaled_b_v = scaled_b_v / temperature_b.where(temperature_b >= GREEDY_BELOW, 1.0)[:, None]
+                return scaled_b_v.log_softmax(dim=-1)
+
+            sampler.compute_logprobs = whole_logprobs  # hides the static method of the same name
+            try:
+                return draw(logits, sampling_metadata, **options)
+            finally:
+                del sampler.compute_logprobs
+
+        runner.sample_tokens, sampler.forward = sample_tokens_unmasked, draw_and_report
+        runner.reports_whole_distribution = True
+        return True
