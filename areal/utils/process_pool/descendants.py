@@ -30,15 +30,25 @@ def run_supervised() -> None:
     for handled in (signal.SIGCHLD, signal.SIGTERM):
         signal.signal(handled, signal.SIG_DFL)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGCHLD, signal.SIGTERM))
-    _set_process_option(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    _set_process_option(_PR_SET_CHILD_SUBREAPER, 1)
+    die_with_parent(signal.SIGTERM)
+    adopt_orphans()
     worker = os.fork()
     if worker:
         _supervise(worker)
-    _set_process_option(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    _set_process_option(_PR_SET_CHILD_SUBREAPER, 1)
+    die_with_parent(signal.SIGKILL)
+    adopt_orphans()
     os.setpgid(0, 0)  # a function that signals its own group does not reach the supervisor
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def die_with_parent(sign: int = signal.SIGKILL) -> None:
+    """This process gets that signal when its parent ends. It survives an exec, and is not passed on by a fork."""
+    _set_process_option(_PR_SET_PDEATHSIG, sign)
+
+
+def adopt_orphans() -> None:
+    """Descendants of this process whose parent ends become its children from now on."""
+    _set_process_option(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def has_children() -> bool:

@@ -76,6 +76,8 @@ class PoolWorker:
         self._cpu_seconds = cpu_seconds
         self._functions: dict[bytes, Callable[..., Any]] = {}
         self._state = ProcessState()
+        self._kept: set[int] = set()
+        """Children that were started before the call, and stay."""
         self._spoiled = False
         """A call has changed what cannot be put back: another process must run the next one."""
 
@@ -102,6 +104,7 @@ class PoolWorker:
         except BaseException as error:
             reply = PoolFrame.UNLOADABLE, _describe(error)
         self._state.record()
+        self._kept = _children()
         self._send(token, reply)
 
     def _run(self, body: bytes) -> None:
@@ -121,35 +124,41 @@ class PoolWorker:
         except BaseException as error:
             return PoolFrame.UNLOADABLE, _describe(error)
         self._state.record_imports()
-        kept = children_of(os.getpid()) if has_children() else []
         self._send(token, (PoolFrame.STARTED, b""))
         try:
-            with _cpu_limit(self._cpu_seconds):
-                reply = _pack_result(function(*args, **kwargs))
+            try:
+                with _cpu_limit(self._cpu_seconds):
+                    result = function(*args, **kwargs)
+            finally:
+                self._clean_up()
+            return _pack_result(result)
         except MemoryError:
             raise
         except BaseException as error:  # sys.exit() in a function is its own failure, not this process's end
-            reply = PoolFrame.FAILED, _describe(error)
-        self._clean_up(kept)
-        return reply
+            return PoolFrame.FAILED, _describe(error)
 
-    def _clean_up(self, kept: list[int]) -> None:
+    def _clean_up(self) -> None:
         try:
             self._state.restore()
         except Exception:  # whatever the reason, the next call must not begin in this state
             self._spoiled = True
-        if has_children() and not end_descendants({*kept, *_pool_processes()}):
-            self._spoiled = True
+        if has_children():
+            self._spoiled |= not end_descendants(self._kept | _pool_processes())
+            self._kept = _children()
 
     def _send(self, token: bytes, reply: Reply) -> None:
         kind, body = reply
         self._channel.send(kind, token + body)
 
 
-def _pool_processes() -> list[int]:
+def _children() -> set[int]:
+    return set(children_of(os.getpid())) if has_children() else set()
+
+
+def _pool_processes() -> set[int]:
     """The processes of reward functions that an agent calls here, which are shared by its episodes."""
     pool = sys.modules.get(_POOL_MODULE)
-    return pool.SHARED.supervisors() if pool is not None else []
+    return set(pool.SHARED.supervisors()) if pool is not None else set()
 
 
 def _pack_result(result: Any) -> Reply:
@@ -170,7 +179,10 @@ def _describe(error: BaseException) -> bytes:
         text = str(error)
     except Exception as broken:  # an exception whose own __str__ raises must still be reported
         text = f"<its message cannot be made: {type(broken).__name__}>"
-    trace = "".join(traceback.format_exception(error))
+    try:
+        trace = "".join(traceback.format_exception(error))
+    except Exception:  # so must one without a traceback that can be written
+        trace = ""
     # Of a traceback the end says most.
     return RESULTS.pack((type(error).__qualname__, text[:_MOST_TEXT_CHARACTERS], trace[-_MOST_TRACE_CHARACTERS:]))
 
