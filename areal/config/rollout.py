@@ -11,6 +11,7 @@ from numbers import Real
 from typing import Any, Literal, NoReturn
 from urllib.parse import urlsplit
 
+from areal.config.device import require_device_name
 from areal.config.errors import ConfigError, require
 from areal.config.keys import ADMIN_KEY_VARIABLE, find_key
 from areal.utils.net import is_loopback
@@ -239,6 +240,8 @@ class RolloutConfig:
     """Rejected episodes in a row, with none accepted, before the run stops with the cause."""
     num_workers: int = 1
     """Processes that run episodes."""
+    device: str = "auto"
+    """Where the embedded engine computes: cpu, cuda, cuda:N or mps; auto = cuda if there is one, else mps, else cpu."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """What the embedded engine computes in. Its log-probs are the trainer's in float32 only; with bfloat16 the trainer
     recomputes them (actor.recompute_logprob)."""
@@ -258,6 +261,7 @@ class RolloutConfig:
         return -(-self.max_concurrent_rollouts // self.agent.subproc_max_workers)
 
     def __post_init__(self) -> None:
+        require_device_name("device", self.device)
         require(
             self.max_head_offpolicyness >= 0,
             f"max_head_offpolicyness must be >= 0, got {self.max_head_offpolicyness}; use 0 for synchronous training",

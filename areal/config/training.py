@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
+from areal.config.device import require_device_name
 from areal.config.errors import require
 
 
@@ -48,6 +49,12 @@ class ActorConfig:
 
     path: str = "builtin:tiny-math"
     """A Hugging Face directory or id, or `builtin:NAME` for a model this package makes itself."""
+    device: str = "auto"
+    """Where the model and the reference are computed: cpu, cuda, cuda:N or mps; auto = cuda if there is one, else mps,
+    else cpu."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """What matrix products and attention are computed in. Weights, gradients and the optimizer are float32 either way;
+    with bfloat16 log-probs differ from the sampler's and are recomputed (recompute_logprob)."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """How gradients become steps."""
     max_tokens_per_mb: int = 16384
@@ -87,6 +94,7 @@ class ActorConfig:
 
     def __post_init__(self) -> None:
         require(self.path != "", "path must name a model; use builtin:tiny-math for the one that needs no download")
+        require_device_name("device", self.device)
         require(0 < self.eps_clip < 1, f"eps_clip must lie in (0, 1), got {self.eps_clip}")
         require(
             self.eps_clip_higher is None or self.eps_clip_higher > 0,

@@ -16,7 +16,8 @@ from areal.engine.builtin.vision import tiny_vision
 from areal.engine.inference.decoder_runner import DecoderRunner
 from areal.engine.inference.model_runner import ModelRunner
 from areal.engine.model.architecture import Architecture, UnknownArchitecture, read_architecture
-from areal.engine.model.decoder import Decoder
+from areal.engine.model.decoder import Decoder, parameter_count
+from areal.engine.model.device import find_device
 from areal.engine.model.weights import load_weights
 from areal.engine.training.engine import TrainableModel
 from areal.engine.training.packing import PackedDecoder
@@ -59,11 +60,14 @@ def _download(model_id: str) -> Path:
         ) from None
 
 
-def open_runner(directory: Path, dtype: str = "float32") -> ModelRunner:
-    """The model of a directory, to generate with, computed in `dtype`."""
+def open_runner(directory: Path, dtype: str = "float32", device: str = "auto") -> ModelRunner:
+    """The model of a directory, to generate with, computed in `dtype` on `device`."""
+    place = find_device(device, "rollout.device")
     architecture = _known(directory)
     if architecture is not None:
-        decoder = Decoder(architecture)
+        # On a device there is room for one copy of the weights; on a CPU the float32 ones stay, to be hashed.
+        held = torch.float32 if place.type == "cpu" else getattr(torch, dtype)
+        decoder = Decoder(architecture, torch.zeros(parameter_count(architecture), dtype=held, device=place))
         load_weights(decoder, directory)
         return DecoderRunner(decoder, dtype=getattr(torch, dtype))
     require(
@@ -73,15 +77,16 @@ def open_runner(directory: Path, dtype: str = "float32") -> ModelRunner:
     from areal.engine.transformers.model import TransformersModel
     from areal.engine.transformers.runner import TransformersRunner, may_cache
 
-    model = TransformersModel(directory)
+    model = TransformersModel(directory, device=place)
     return TransformersRunner(model, caches=may_cache(model))
 
 
-def open_trainable(directory: Path, *, gradient_checkpointing: bool = False) -> TrainableModel:
-    """The model of a directory, to train."""
+def open_trainable(directory: Path, *, gradient_checkpointing: bool = False, device: str = "auto") -> TrainableModel:
+    """The model of a directory, to train on `device`."""
+    place = find_device(device, "actor.device")
     architecture = _known(directory)
     if architecture is not None:
-        decoder = PackedDecoder(architecture, gradient_checkpointing=gradient_checkpointing)
+        decoder = PackedDecoder(architecture, gradient_checkpointing=gradient_checkpointing, device=place)
         decoder.load(directory)
         return decoder
     require(
@@ -92,7 +97,7 @@ def open_trainable(directory: Path, *, gradient_checkpointing: bool = False) -> 
     from areal.engine.transformers.model import TransformersModel
     from areal.engine.transformers.training import TransformersTraining
 
-    return TransformersTraining(TransformersModel(directory, trainable=True))
+    return TransformersTraining(TransformersModel(directory, trainable=True, device=place))
 
 
 def max_positions(directory: Path) -> int:

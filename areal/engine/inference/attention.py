@@ -8,6 +8,8 @@ Neighbouring slots are read together up to the longest of them, but only where t
 long conversation must not make all others read its length. A prefix that several rows share is read once, from one of
 them; then each reads the rest of its own row, and the two parts are joined by their weights.
 
+A step is laid out on the host, and its tensors are sent to the device of the cache.
+
 Shapes as in model/decoder.py; G queries share a key-value head.
 """
 
@@ -23,6 +25,7 @@ from torch import Tensor
 from areal.api.messages import Array
 from areal.engine.inference.kv_cache import KeyValueCache, KeyValuePool
 from areal.engine.inference.model_runner import Piece
+from areal.engine.model.device import to_device
 
 CALL_POSITIONS = 128
 """A call of attention costs about as much as reading this many positions of a row."""
@@ -130,6 +133,7 @@ def lay_out(
     """`ids` at `positions` are the next tokens of the first rows, which will have `lengths`; there is room for all."""
     pools, batch = cache.pools, ids.shape[0]
     if not pieces and len(pools) == 1 and pools[0].owners == (rows := [*range(batch)]):
+        ids, positions = to_device(ids, cache.device), to_device(positions, cache.device)
         shared = _among(rows, shared)
         attention = PoolAttention(
             pools[0],
@@ -139,7 +143,7 @@ def lay_out(
             shared,
         )
         return StepLayout(ids, positions, None, [(slice(0, batch), attention)])
-    layout = _LayoutBuilder(ids, positions)
+    layout = _LayoutBuilder(ids, positions, cache.device)
     for pool in pools:
         layout.add(pool, [row for row in pool.owners if row < batch], _in_pool(cache, pool, pieces), shared)
     layout.add(cache.partial, [], [(number, 0, piece) for number, piece in enumerate(pieces) if not piece.last], ())
@@ -162,8 +166,9 @@ def _among(rows: list[int], shared: Sequence[SharedPrefix]) -> list[SharedPrefix
 
 
 class _LayoutBuilder:
-    def __init__(self, ids: Tensor, positions: Tensor) -> None:
+    def __init__(self, ids: Tensor, positions: Tensor, device: torch.device) -> None:
         self._ids, self._positions = ids.tolist(), positions.tolist()
+        self._device = device
         self._new_ids: list[int] = []
         self._new_positions: list[int] = []
         self._row_tokens = [0] * len(self._ids)
@@ -195,22 +200,21 @@ class _LayoutBuilder:
                 chunks.append(chunk)
         if not slots:
             return
-        at = torch.tensor(self._new_positions[begin:])
+        at = self._sent(self._new_positions[begin:])
         here = _among(rows, shared)
         lengths = [place + 1 for place in self._new_positions[begin : begin + len(rows)]]
         runs = decode_runs(at[: len(rows)], lengths, here)
-        attention = PoolAttention(pool, pool.places(torch.tensor(slots), at), runs, chunks, here)
+        attention = PoolAttention(pool, pool.places(self._sent(slots), at), runs, chunks, here)
         self._parts.append((slice(begin, len(self._new_ids)), attention))
 
     def build(self, complete: list[int]) -> StepLayout:
         """`complete` are the numbers of the pieces whose logits are wanted."""
         wanted = self._row_tokens + [self._ends[number] for number in complete]
-        return StepLayout(
-            torch.tensor(self._new_ids),
-            torch.tensor(self._new_positions),
-            torch.tensor(wanted, dtype=torch.int64),
-            self._parts,
-        )
+        ids, positions = self._sent(self._new_ids), self._sent(self._new_positions)
+        return StepLayout(ids, positions, self._sent(wanted), self._parts)
+
+    def _sent(self, numbers: list[int]) -> Tensor:
+        return to_device(torch.tensor(numbers, dtype=torch.int64), self._device)
 
 
 @dataclass
@@ -235,8 +239,9 @@ def decode_runs(positions: Tensor, lengths: Sequence[int], shared: Sequence[Shar
     for first, end, length in _cuts(lengths, starts):
         run = _Run(first, end, length, starts[first])
         if min(lengths[first:end]) < length:
-            later = torch.arange(run.start, length) > positions[first:end, None]
-            run.mask = torch.zeros(later.shape).masked_fill_(later, -torch.inf)[:, None, None]
+            later = torch.arange(run.start, length, device=positions.device) > positions[first:end, None]
+            mask = torch.zeros(later.shape, device=positions.device)
+            run.mask = mask.masked_fill_(later, -torch.inf)[:, None, None]
         runs.append(run)
     return runs
 
@@ -281,12 +286,13 @@ class _Chunk:
         """Keys and values of the slot up to `end`, for each layer; None if nothing precedes the chunk."""
         return None if self.start == 0 else pool.read(self.slot, self.slot + 1, self.end)
 
-    def mask(self, dtype: torch.dtype) -> Tensor | None:
+    def mask(self, dtype: torch.dtype, device: torch.device) -> Tensor | None:
         """[new,end], 0 or -inf; None where the chunk is plainly causal."""
         if self.start == 0:
             return None
-        later = torch.arange(self.end) > torch.arange(self.start, self.end)[:, None]
-        return torch.zeros(later.shape, dtype=dtype).masked_fill_(later, -torch.inf)
+        places = torch.arange(self.end, device=device)
+        later = places > places[self.start :, None]
+        return torch.zeros(later.shape, dtype=dtype, device=device).masked_fill_(later, -torch.inf)
 
 
 class PoolAttention:
@@ -302,13 +308,14 @@ class PoolAttention:
     ) -> None:
         """Keys and values of the tokens go to `places`; `runs` leave out the positions that `shared` covers."""
         self._pool, self._places = pool, places
-        dtype = pool.shape.dtype
+        dtype, device = pool.shape.dtype, pool.shape.device
+        self._attention = _attention if device.type == "cpu" else _plain_attention if shared else _fused_attention
         for run in runs:
             run.mask = None if run.mask is None else run.mask.to(dtype)
         self._runs = [(run, pool.read(run.first, run.end, run.length, run.start)) for run in runs]
-        self._chunks = [(chunk, chunk.mask(dtype), chunk.past(pool)) for chunk in chunks]
+        self._chunks = [(chunk, chunk.mask(dtype, device), chunk.past(pool)) for chunk in chunks]
         self._shared = [
-            (torch.tensor(prefix.rows), pool.read(prefix.rows[0], prefix.rows[0] + 1, prefix.length))
+            (to_device(torch.tensor(prefix.rows), device), pool.read(prefix.rows[0], prefix.rows[0] + 1, prefix.length))
             for prefix in shared
         ]
 
@@ -328,17 +335,29 @@ class PoolAttention:
 
     def _decode(self, layer: int, q: Tensor) -> Tensor:
         """[B,H,E] of the running sequences, whose queries come first."""
-        parts = [_attention(q[run.first : run.end], *caches[layer], run.mask) for run, caches in self._runs]
+        parts = [self._attention(q[run.first : run.end], *caches[layer], run.mask) for run, caches in self._runs]
         mixed = _joined([part for part, _ in parts])
         if self._shared:
             weights = _joined([weight for _, weight in parts]).flatten(1, 2)
             for rows, caches in self._shared:
-                _join_prefix(mixed, weights, rows, q[rows], *caches[layer])
+                self._join_prefix(mixed, weights, rows, q[rows], *caches[layer])
         return mixed
+
+    def _join_prefix(
+        self, mixed: Tensor, weights: Tensor, rows: Tensor, q: Tensor, keys: Tensor, values: Tensor
+    ) -> None:
+        """Add attention to these keys [1,K,L,E] to `rows` of `mixed`, which attended to their own positions only."""
+        heads, size = keys.shape[1], keys.shape[3]
+        by_head = q.unflatten(1, (heads, -1)).transpose(0, 1)  # K, rows, G, E
+        prefix, weight = self._attention(by_head.reshape(1, -1, size), keys, values, None)
+        prefix = prefix.view(by_head.shape).transpose(0, 1).flatten(1, 2)
+        weight = weight.view(by_head.shape[:3]).transpose(0, 1).flatten(1, 2)
+        share = (weight - weights[rows]).sigmoid_().unsqueeze(-1).to(mixed.dtype)
+        mixed[rows] = torch.lerp(mixed[rows], prefix, share)
 
 
 def _attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """[rows,H,E], and the logarithm [rows,K,G] of the sum of the exponentials that it was divided by."""
+    """[rows,H,E], and the logarithm [rows,K,G] of the sum of the exponentials that it was divided by; on a CPU."""
     rows, heads, _, size = keys.shape
     # The queries that share a key-value head are the rows of one product. This is what scaled_dot_product_attention
     # calls on a CPU; that function does not return the second result.
@@ -348,15 +367,22 @@ def _attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> 
     return mixed.flatten(1, 2), weight
 
 
-def _join_prefix(mixed: Tensor, weights: Tensor, rows: Tensor, q: Tensor, keys: Tensor, values: Tensor) -> None:
-    """Add attention to these keys [1,K,L,E] to `rows` of `mixed`, which attended to their own positions only."""
-    heads, size = keys.shape[1], keys.shape[3]
-    by_head = q.unflatten(1, (heads, -1)).transpose(0, 1)  # K, rows, G, E
-    prefix, weight = _attention(by_head.reshape(1, -1, size), keys, values, None)
-    prefix = prefix.view(by_head.shape).transpose(0, 1).flatten(1, 2)
-    weight = weight.view(by_head.shape[:3]).transpose(0, 1).flatten(1, 2)
-    share = (weight - weights[rows]).sigmoid_().unsqueeze(-1).to(mixed.dtype)
-    mixed[rows] = torch.lerp(mixed[rows], prefix, share)
+def _plain_attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The same on any device."""
+    rows, heads, _, size = keys.shape
+    scores = (q.view(rows, heads, -1, size) @ keys.transpose(2, 3)).float() * size**-0.5
+    if mask is not None:
+        scores = scores + mask
+    weight = scores.logsumexp(dim=-1)
+    mixed = (scores - weight.unsqueeze(-1)).exp().to(values.dtype) @ values
+    return mixed.flatten(1, 2), weight
+
+
+def _fused_attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The same by the device's own kernel, which does not give the second result: it is empty."""
+    rows, heads, _, size = keys.shape
+    mixed = F.scaled_dot_product_attention(q.view(rows, heads, -1, size), keys, values, attn_mask=mask)
+    return mixed.flatten(1, 2), mixed.new_empty(0)
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 from areal.api.messages import Array
 from areal.engine.inference.sampler import SamplingParams
 from areal.engine.inference.sequence import PROCESS_ENDS, SequenceState
+from areal.engine.model.device import to_device
 
 
 class RunningBatch:
@@ -45,7 +46,7 @@ class RunningBatch:
 
     @property
     def ids(self) -> Tensor:
-        """The last token of each, not yet in the cache."""
+        """The last token of each, not yet in the cache; on the host."""
         return torch.from_numpy(self._ids[: len(self.sequences)])
 
     @property
@@ -73,7 +74,7 @@ class RunningBatch:
         return self._params
 
     def banned(self, logits: Tensor) -> Tensor | None:
-        """The tokens that each may not draw, bool [B,V]; None if there are none.
+        """The tokens that each may not draw, bool [B,V] where the logits are; None if there are none.
 
         A sequence whose grammar fails ends here, alone.
         """
@@ -93,7 +94,8 @@ class RunningBatch:
         if not rows:
             return None
         banned = torch.zeros_like(logits, dtype=torch.bool)
-        banned[rows] = torch.from_numpy(np.stack(masks))
+        there = to_device(torch.from_numpy(np.stack(masks)), logits.device)
+        banned[to_device(torch.tensor(rows), logits.device)] = there
         return banned
 
     def join(self, sequence: SequenceState) -> None:

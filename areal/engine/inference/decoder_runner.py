@@ -5,7 +5,6 @@ cached prefixes) is made again once the buffer of the weights has been written t
 of a step; the rest as in model/decoder.py.
 """
 
-import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,11 +19,14 @@ from areal.engine.inference.kv_cache import CacheShape, KeyValueCache
 from areal.engine.inference.model_runner import Piece
 from areal.engine.inference.prefix_tree import TOKEN_DIM, PrefixTree
 from areal.engine.model.decoder import Decoder
+from areal.engine.model.device import memory_bytes, to_device
 
 PASS_TOKENS = 16384
 """Prompt tokens computed at once: bounds memory when many requests join together."""
 CHUNK_FLOPS = 8e10
 """About half a second on two slow cores: what a prompt may add to a step that others wait for."""
+ACCELERATOR_CHUNK_FLOPS = 3e13
+"""The same for other devices, by their makers' figures: two thousand tokens of a model with 7e9 parameters."""
 SMALLEST_CHUNK = 256
 """Tokens from which matrix products are efficient."""
 ONE_THREAD_FLOPS = 1e8
@@ -34,7 +36,7 @@ MEMORY_THREADS = 2
 SHORTEST_PREFIX = 64
 """Tokens: looking for a shorter prefix costs more than computing it again."""
 PREFIX_MEMORY_SHARE = 0.1
-"""Of the machine's memory, for cached prefixes."""
+"""Of the device's memory, for cached prefixes."""
 
 _NOTHING = torch.empty(0, dtype=torch.int64)
 _Prompt = tuple[int, ...]
@@ -48,23 +50,25 @@ class DecoderRunner:
     def __init__(
         self, decoder: Decoder, *, dtype: torch.dtype = torch.float32, prefix_bytes: int | None = None
     ) -> None:
-        """Compute in `dtype`; cached prefixes take at most `prefix_bytes`.
+        """Compute in `dtype` on the decoder's device; cached prefixes take at most `prefix_bytes`.
 
         None = a tenth of the memory; 0 = no prefix is cached, and none is read once for several rows.
         """
         self.decoder = decoder
+        self.device = decoder.flat.device
+        self._on_cpu = self.device.type == "cpu"
         a = self._architecture = decoder.architecture
         self._computing = decoder if dtype == decoder.flat.dtype else Decoder(a, decoder.flat.to(dtype))
-        self._cache_shape = CacheShape(a.num_layers, a.num_kv_heads, a.head_dim, dtype)
+        self._cache_shape = CacheShape(a.num_layers, a.num_kv_heads, a.head_dim, dtype, self.device)
         self._cache = KeyValueCache(self._cache_shape, a.max_positions)
         self._matrices = Matrices([p for p in self._computing.parameters.values() if p.dim() > 1])
         self._prefixes = PrefixTree(
-            int(PREFIX_MEMORY_SHARE * _memory_bytes()) if prefix_bytes is None else prefix_bytes
+            int(PREFIX_MEMORY_SHARE * memory_bytes(self.device)) if prefix_bytes is None else prefix_bytes
         )
         self._shared = SharedPrefixes(SHORTEST_PREFIX)
         self._seen_version = -1
-        size = decoder.flat.numel()
-        self.chunk_tokens = int(min(max(CHUNK_FLOPS / (2 * size), SMALLEST_CHUNK), PASS_TOKENS))
+        flops = CHUNK_FLOPS if self._on_cpu else ACCELERATOR_CHUNK_FLOPS
+        self.chunk_tokens = int(min(max(flops / (2 * decoder.flat.numel()), SMALLEST_CHUNK), PASS_TOKENS))
 
     @property
     def flat(self) -> Tensor:
@@ -95,7 +99,7 @@ class DecoderRunner:
         ]
         logits = torch.cat([self._step(_NOTHING, _NOTHING, pieces) for pieces in passes])
         place = {prompt: i for i, prompt in enumerate(rows_of)}
-        return logits[[place[tuple(prompt)] for prompt in prompts]]
+        return logits[to_device(torch.tensor([place[tuple(prompt)] for prompt in prompts]), self.device)]
 
     def decode(self, ids: Sequence[int], positions: Sequence[int]) -> Tensor:
         """Append one token to each of the first B rows; return the logits [B,V] after it."""
@@ -184,7 +188,10 @@ class DecoderRunner:
 
     @contextmanager
     def _threads(self, tokens: int) -> Iterator[None]:
-        """One thread for a small step, all of them for another."""
+        """On a CPU, one thread for a small step, all of them for another."""
+        if not self._on_cpu:
+            yield
+            return
         before = torch.get_num_threads()
         small = 2 * tokens * self.decoder.flat.numel() < ONE_THREAD_FLOPS
         reads = tokens == 1 and before <= MEMORY_THREADS
@@ -233,6 +240,8 @@ BLOCKED_FOR = 32
 class Matrices:
     """Multiplies by any of `weights`, in the layouts that are fastest on this processor; `refresh` reads them again.
 
+    On other devices than a CPU that is the plain one.
+
     Measured on one core at 135M parameters against `F.linear`: a transposed copy is read 1.5 times as fast for a single
     token and gains 8 % on long prompts; oneDNN's blocked layout gains 1.2 to 1.7 times between 2 and 16 tokens and is
     as good up to 32. Models whose matrices stay in the processor's cache gain nothing and get no copies, nor do those
@@ -241,8 +250,8 @@ class Matrices:
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
         size = sum(weight.numel() * weight.element_size() for weight in weights)
-        fits = size >= SMALLEST_BYTES and 2 * size <= COPIES_MEMORY_SHARE * _memory_bytes()
-        self.weights = list(weights) if fits and _has_layouts(weights[0].dtype) else []
+        fits = size >= SMALLEST_BYTES and 2 * size <= COPIES_MEMORY_SHARE * memory_bytes(weights[0].device)
+        self.weights = list(weights) if fits and _has_layouts(weights[0]) else []
         self._transposed: dict[int, Tensor] = {}
         self._blocked: dict[int, Tensor] = {}
 
@@ -265,11 +274,7 @@ class Matrices:
         return torch.mm(x, transposed) if bias is None else torch.addmm(bias, x, transposed)
 
 
-def _has_layouts(dtype: torch.dtype) -> bool:
-    if not torch.backends.mkldnn.is_available():
+def _has_layouts(weight: Tensor) -> bool:
+    if not (weight.is_cpu and torch.backends.mkldnn.is_available()):
         return False
-    return dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return weight.dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from areal.api.messages import Array
+from areal.engine.model.device import CPU
 
 SMALLEST_POOL = 128
 """Positions."""
@@ -30,16 +31,19 @@ class CacheShape:
     """Key-value heads."""
     head_dim: int
     dtype: torch.dtype
+    device: torch.device = CPU
 
     def zeros(self, slots: int, length: int) -> Tensor:
         """Zeros, because positions after a sequence's end are read and masked, and must be numbers."""
-        return torch.zeros(self.layers, slots, 2 * self.heads, length, self.head_dim, dtype=self.dtype)
+        size = (self.layers, slots, 2 * self.heads, length, self.head_dim)
+        return torch.zeros(size, dtype=self.dtype, device=self.device)
 
 
 class KeyValueCache:
     def __init__(self, shape: CacheShape, max_positions: int) -> None:
         self.partial = KeyValuePool(shape, 0, slots=1)
         """The prompt that is computed in part."""
+        self.device = shape.device
         self._shape = shape
         self._max_positions = max_positions
         self._pools: dict[int, KeyValuePool] = {}
@@ -180,7 +184,7 @@ class KeyValuePool:
         return True
 
     def places(self, slots: Tensor | slice, positions: Tensor) -> Tensor:
-        """Where keys, then values, of tokens go, as indices [T*2K] of `flat`."""
+        """Where keys, then values, of tokens go, as indices [T*2K] of `flat`; both arguments are on its device."""
         return (self._starts[slots] + positions[:, None]).flatten()
 
     def read(self, first: int, end: int, length: int, start: int = 0) -> list[tuple[Tensor, Tensor]]:
@@ -195,7 +199,7 @@ class KeyValuePool:
 
     def _views(self) -> tuple[list[Tensor], Tensor]:
         slots, heads = self.data.shape[1:3]
-        starts = torch.arange(slots * heads).view(slots, heads) * self.capacity
+        starts = torch.arange(slots * heads, device=self.shape.device).view(slots, heads) * self.capacity
         return [layer.flatten(0, 2) for layer in self.data.unbind(0)], starts
 
 

@@ -8,13 +8,18 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from areal.engine.model.device import to_device
+
 
 class ModelRunner(Protocol):
-    """Whole prompts, then one token each. Shapes: B sequences, V vocabulary."""
+    """Whole prompts, then one token each. Shapes: B sequences, V vocabulary.
+
+    Arguments are on the host; logits stay on the device that computed them.
+    """
 
     @property
     def flat(self) -> Tensor:
-        """Every parameter, in one float32 buffer that new weights are copied into."""
+        """Every parameter, in one buffer that new weights are copied into; its device computes the model."""
         ...
 
     @property
@@ -129,4 +134,4 @@ class WholePrompts:
             [row for row, _ in pairs], [piece.ids for _, piece in pairs], [piece.images for _, piece in pairs]
         )
         firsts = [i for i, (row, piece) in enumerate(pairs) if row == piece.rows[0]]
-        return logits[firsts]
+        return logits[to_device(torch.tensor(firsts), logits.device)]

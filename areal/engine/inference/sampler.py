@@ -5,7 +5,7 @@ do not depend on the rest of its batch. Shapes: B sequences, V vocabulary.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 import numpy as np
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from areal.api.messages import Array
+from areal.engine.model.device import to_device, to_host
 
 CANDIDATES = 512
 """top_p and top_k look at this many of the likeliest before they sort the whole vocabulary."""
@@ -34,6 +35,8 @@ class SamplingParams:
     tempered: bool
     """Some row has a temperature other than 1."""
     some_greedy: bool
+    _there: Self | None = field(default=None, repr=False, compare=False)
+    """The same on the device of the logits, once it was needed."""
 
     @classmethod
     def of_columns(cls, temperatures: Array, greedy: Array, top_p: Array, top_k: Array, seeds: Array) -> Self:
@@ -61,6 +64,18 @@ class SamplingParams:
             np.array(seeds, dtype=np.uint64),
         )
 
+    def on(self, device: torch.device) -> Self:
+        """The same with the columns on a device, but for the seeds; sent there once."""
+        if device.type == "cpu":
+            return self
+        if self._there is None:
+            columns = {name: to_device(getattr(self, name), device) for name in _COLUMNS}
+            self._there = replace(self, **columns)
+        return self._there
+
+
+_COLUMNS = ("temperatures", "greedy", "top_p", "top_k")
+
 
 @torch.inference_mode()
 def sample(
@@ -74,11 +89,12 @@ def sample(
     A row in which no token can be drawn (its logits are NaN or infinite, or those of all allowed tokens are -inf) gets
     a log-prob that is NaN or -inf, and some token of the vocabulary. Other rows do not notice.
     """
+    params = params.on(logits.device)
     scaled = logits / params.temperatures[:, None] if params.tempered else logits
     allowed = scaled if banned is None else scaled.masked_fill(banned, -torch.inf)
     probs = allowed.softmax(dim=-1)
     likely = _limit(probs, params) if params.limited else probs
-    tokens = _invert(likely, uniforms(params.seeds, counts))
+    tokens = _invert(likely, to_device(uniforms(params.seeds, counts), logits.device))
     if params.some_greedy:
         tokens = torch.where(params.greedy, allowed.argmax(dim=-1), tokens)
     drawn = probs.gather(1, tokens[:, None])
@@ -86,7 +102,8 @@ def sample(
         logprobs = drawn.log_()
     else:
         logprobs = scaled.log_softmax(dim=-1).gather(1, tokens[:, None]).where(drawn > 0, torch.nan)
-    return tokens.tolist(), logprobs.squeeze(1).tolist()
+    tokens, logprobs = to_host(tokens, logprobs.squeeze(1))
+    return tokens.tolist(), logprobs.tolist()
 
 
 _ONE, _WEYL, _MIX_1, _MIX_2 = np.array((1, 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB), dtype=np.uint64)
@@ -95,7 +112,7 @@ _UNIT = np.float32(2**-24)
 
 
 def uniforms(seeds: Array, counts: Sequence[int] | Array) -> Tensor:
-    """The counts[b]-th number in [0, 1) of each seed's stream (splitmix64)."""
+    """The counts[b]-th number in [0, 1) of each seed's stream (splitmix64), on the host."""
     x = seeds + (np.asarray(counts, dtype=np.uint64) + _ONE) * _WEYL  # arrays wrap around without a warning
     x = (x ^ (x >> _S30)) * _MIX_1
     x = (x ^ (x >> _S27)) * _MIX_2
@@ -148,7 +165,7 @@ def _limit(probs: Tensor, params: SamplingParams) -> Tensor:
 def _limit_ranked(probs: Tensor, params: SamplingParams, ranked: Tensor, order: Tensor) -> Tensor:
     """The same, given the likeliest in order of rank."""
     before = ranked.cumsum(dim=-1) - ranked
-    rank = torch.arange(ranked.shape[-1])
+    rank = torch.arange(ranked.shape[-1], device=ranked.device)
     top_k = torch.where(params.top_k > 0, params.top_k, probs.shape[-1])
     # A row without top_p keeps its whole tail: rounding must not make it depend on the rest of its batch.
     top_p = torch.where(params.top_p < 1, params.top_p, torch.inf)

@@ -11,11 +11,13 @@ Invariants:
 
 from collections import deque
 
+import torch
 from torch import Tensor
 
 from areal.engine.inference.batch import RunningBatch
 from areal.engine.inference.model_runner import MixedRunner, Piece
 from areal.engine.inference.sequence import SequenceState
+from areal.engine.model.device import to_device
 
 
 class StepScheduler:
@@ -194,4 +196,5 @@ class Step:
         if all(len(piece.rows) == 1 for piece in self.pieces):
             return logits
         first = len(self.ids)  # equal prompts were computed once
-        return logits[[*range(first), *(first + source for source in self._sources)]]
+        rows = torch.tensor([*range(first), *(first + source for source in self._sources)])
+        return logits[to_device(rows, logits.device)]

@@ -60,10 +60,13 @@ class Layer:
 
 
 class Decoder:
-    """A causal language model on one flat float32 buffer."""
+    """A causal language model on one flat buffer; the buffer's device and dtype are those it computes in."""
 
     def __init__(self, architecture: Architecture, flat: Tensor | None = None, flat_grad: Tensor | None = None) -> None:
-        """The parameters are views of `flat`; with `flat_grad` they are leaves whose gradients accumulate there."""
+        """The parameters are views of `flat` (None = float32 zeros on the CPU).
+
+        With `flat_grad` they are leaves whose gradients accumulate there.
+        """
         self.architecture = architecture
         shapes = parameter_shapes(architecture)
         size = parameter_count(architecture)
@@ -79,10 +82,11 @@ class Decoder:
         self.head = self.parameters.get("head", self.embedding)
         self.final_norm = self.parameters["final_norm"]
         self.layers = [Layer(self.parameters.get, i) for i in range(architecture.num_layers)]
-        self._rotary = _rotary_table(architecture).to(self.flat.dtype)
+        self._rotary = _rotary_table(architecture).to(self.flat)
+        self._on_cpu = self.flat.is_cpu
         self._zero = self.flat.new_zeros(())
         sizes, eps = (architecture.hidden_size, architecture.head_dim), architecture.norm_eps
-        self._floors = {size: self.flat.new_tensor((size * eps) ** 0.5) for size in sizes}
+        self._floors = {size: self.flat.new_full((), (size * eps) ** 0.5) for size in sizes}
 
     def hidden(
         self, ids: Tensor, positions: Tensor, attend: Attend, linear: Linear = F.linear, *, checkpointing: bool = False
@@ -95,7 +99,9 @@ class Decoder:
         h = F.embedding(ids, self.embedding)
         for index in range(len(self.layers)):
             if checkpointing:
-                h = checkpoint(self._layer, index, h, rotation, attend, linear, use_reentrant=False)
+                h = checkpoint(
+                    self._layer, index, h, rotation, attend, linear, use_reentrant=False, preserve_rng_state=False
+                )
             else:
                 h = self._layer(index, h, rotation, attend, linear)
         return self._norm(h, self.final_norm)
@@ -106,9 +112,9 @@ class Decoder:
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         size = x.shape[-1]
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or not self._on_cpu:
             return F.rms_norm(x, (size,), None, self.architecture.norm_eps) * weight
-        # The same in fewer kernels: x sqrt(D) / sqrt(|x|^2 + D eps).
+        # The same in what are fewer kernels on a CPU: x sqrt(D) / sqrt(|x|^2 + D eps).
         length = torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), self._floors[size])
         return torch.addcdiv(self._zero, x, length, value=size**0.5).mul_(weight)
 

@@ -20,6 +20,7 @@ from areal.api.engine_api import WeightUpdate
 from areal.api.errors import ArealError, ModelError, WeightMismatch
 from areal.engine.model.architecture import Architecture
 from areal.engine.model.decoder import Decoder
+from areal.engine.model.device import CPU
 
 MIB = 1 << 20
 _WHOLE = {"embedding": "model.embed_tokens.weight", "head": "lm_head.weight", "final_norm": "model.norm.weight"}
@@ -56,13 +57,14 @@ def load_weights(decoder: Decoder, directory: Path) -> None:
 
 def save_weights(decoder: Decoder, directory: Path) -> None:
     """Write `model.safetensors` in Hugging Face's names."""
-    tensors = {name: part.detach().clone().contiguous() for name, part in _parts(decoder)}
+    tensors = {name: part.detach().to(CPU, copy=True).contiguous() for name, part in _parts(decoder)}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 
 def digest(flat: Tensor) -> str:
     """A fingerprint of weights, so that tokens can be traced to the weights that produced them."""
-    return hashlib.blake2b(memoryview(flat.detach().numpy()).cast("B"), digest_size=16).hexdigest()
+    values = flat.detach().to(CPU, torch.float32).numpy()
+    return hashlib.blake2b(memoryview(values).cast("B"), digest_size=16).hexdigest()
 
 
 def shared_memory() -> Path:

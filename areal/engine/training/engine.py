@@ -3,12 +3,16 @@
 A batch is flat: the N positions whose tokens are trained, and every per-token figure as a tensor [N]. The loss sums
 over positions with weights that the caller chose for the whole batch, so how the batch is cut into passes does not
 change the gradient. How a pass computes log-probs is up to the `TrainableModel`.
+
+Callers see host tensors only. A batch is sent to the model's device once, and nothing waits for that device until all
+passes of the batch are under way; then the figures and the gradient's norm come back.
 """
 
 import math
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,6 +25,7 @@ from areal.api.errors import NonFiniteUpdate
 from areal.config.training import OptimizerConfig
 from areal.engine.model.architecture import Architecture
 from areal.engine.model.decoder import Decoder
+from areal.engine.model.device import to_device, to_host
 from areal.engine.model.weights import SharedWeights, digest, shared_memory
 from areal.engine.training.figures import Figures
 from areal.engine.training.packing import PackedDecoder, Span
@@ -36,6 +41,13 @@ class TokenBatch:
     spans: Sequence[Span]
     temperatures: Tensor
     fields: dict[str, Tensor] = field(default_factory=dict)
+
+    def on(self, device: torch.device) -> "TokenBatch":
+        """The same with its tensors on a device."""
+        if device.type == "cpu":
+            return self
+        fields = {name: to_device(values, device) for name, values in self.fields.items()}
+        return TokenBatch(self.spans, to_device(self.temperatures, device), fields)
 
 
 class Pass(Protocol):
@@ -55,7 +67,7 @@ class Pass(Protocol):
 class TrainableModel(Protocol):
     @property
     def flat(self) -> Tensor:
-        """Every parameter, in one float32 buffer."""
+        """Every parameter, in one float32 buffer on the device that computes the model."""
         ...
 
     @property
@@ -96,14 +108,21 @@ class TrainingEngine:
         total_steps: int,
         max_tokens_per_mb: int = 16384,
         directory: Path | None = None,
+        dtype: str = "float32",
     ) -> None:
-        """The package's decoder computes a plain architecture; its weights are zeros unless read from `directory`."""
+        """The package's decoder computes a plain architecture; its weights are zeros unless read from `directory`.
+
+        With `dtype` bfloat16 matrix products and attention are computed in it; weights, gradients, norms, log-probs and
+        the optimizer stay float32.
+        """
         self.model: TrainableModel = PackedDecoder(model) if isinstance(model, Architecture) else model
         self.version = 0
         self.total_steps = total_steps
         self.max_tokens_per_mb = max_tokens_per_mb
         self._config = optimizer
+        self._dtype = dtype
         self.flat, self.flat_grad = self.model.flat, self.model.flat_grad
+        self.device = self.flat.device
         if directory is not None:
             self.model.load(directory)
         self._optimizer = self._make_optimizer()
@@ -113,12 +132,13 @@ class TrainingEngine:
         """Where the weights are published; None = a directory of its own, made by the first `publish`."""
 
     def logprobs(self, batch: TokenBatch) -> Tensor:
-        """Log-probability of every trained token [N] under the present weights."""
+        """Log-probability of every trained token [N] under the present weights, on the host."""
+        batch = batch.on(self.device)
         out = self.flat.new_empty(len(batch.temperatures))
         with torch.no_grad():
             for part in self._passes(batch):
-                out[part.order] = self.model.logprobs(part, batch.temperatures[part.order])
-        return out
+                out[part.order] = self._logprobs(part, batch)
+        return to_host(out)[0]
 
     def train_batch(self, batch: TokenBatch, loss: Loss, place: int | None = None) -> Figures:
         """One optimizer step, or none for an empty batch; returns the loss's figures and the step's own.
@@ -130,9 +150,10 @@ class TrainingEngine:
         rate = learning_rate(self._config, self._steps, self.total_steps)
         parts = [Figures(mean={"loss": 0.0, "lr": rate}, total={"forward_tokens": 0})]
         self.flat_grad.zero_()
+        batch = batch.on(self.device)
         for part in self._passes(batch) if batch.spans else ():
             fields = {name: values[part.order] for name, values in batch.fields.items()}
-            value, figures = loss(self.model.logprobs(part, batch.temperatures[part.order]), fields)
+            value, figures = loss(self._logprobs(part, batch), fields)
             value.backward()
             parts += [figures, Figures(mean={"loss": value.detach()}, total={"forward_tokens": part.tokens})]
         whole = Figures.of_passes(parts)
@@ -163,8 +184,13 @@ class TrainingEngine:
         self.model.save(target)
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run needs beyond the model itself."""
-        return {"version": self.version, "steps": self._steps, "optimizer": self._optimizer.state_dict()}
+        """What a resumed run needs beyond the model itself, on the host: it may go on with another device."""
+        optimizer = self._optimizer.state_dict()
+        optimizer["state"] = {
+            number: dict(zip(moments, to_host(*moments.values()), strict=True))
+            for number, moments in optimizer["state"].items()
+        }
+        return {"version": self.version, "steps": self._steps, "optimizer": optimizer}
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.version = state["version"]
@@ -185,6 +211,16 @@ class TrainingEngine:
 
     def _passes(self, batch: TokenBatch) -> Iterable[Pass]:
         return self.model.passes(batch.spans, self.max_tokens_per_mb)
+
+    def _logprobs(self, part: Pass, batch: TokenBatch) -> Tensor:
+        with self._arithmetic():
+            return self.model.logprobs(part, batch.temperatures[part.order])
+
+    def _arithmetic(self) -> AbstractContextManager[Any]:
+        if self._dtype == "float32":
+            return nullcontext()
+        autocast: AbstractContextManager[Any] = torch.autocast(self.device.type, dtype=getattr(torch, self._dtype))
+        return autocast
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
         config = self._config

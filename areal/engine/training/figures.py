@@ -1,8 +1,13 @@
 """Figures of a batch that is computed in parts; each figure declares how its parts combine."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum, auto
 from typing import SupportsFloat
+
+import torch
+from torch import Tensor
+
+from areal.engine.model.device import to_host
 
 Values = Mapping[str, SupportsFloat]
 """Numbers or tensors of one element, by name."""
@@ -18,20 +23,31 @@ class Kind(Enum):
 
 
 class Figures(dict[str, float]):
-    """Numbers by name. `Figures(mean={"clip_ratio": 0.1}, total={"tokens": 12}, maximum={"difference": 1e-6})`."""
+    """Numbers by name. `Figures(mean={"clip_ratio": 0.1}, total={"tokens": 12}, maximum={"difference": 1e-6})`.
+
+    A tensor becomes a number when parts are combined, with those of all other parts: reading one at a time would make
+    the host wait for the device in the middle of a batch.
+    """
 
     def __init__(
         self, *, mean: Values | None = None, total: Values | None = None, maximum: Values | None = None
     ) -> None:
         super().__init__()
         self._kinds: dict[str, Kind] = {}
+        self._unread: dict[str, Tensor] = {}
         for kind, values in ((Kind.MEAN, mean), (Kind.TOTAL, total), (Kind.MAXIMUM, maximum)):
             for name, value in (values or {}).items():
-                self[name], self._kinds[name] = float(value), kind
+                self._kinds[name] = kind
+                if isinstance(value, Tensor):
+                    self._unread[name] = value.detach()
+                else:
+                    self[name] = float(value)
 
     @classmethod
     def of_passes(cls, parts: Iterable["Figures"]) -> "Figures":
         """The figures of one minibatch from those of its passes."""
+        parts = list(parts)
+        _read(parts)
         whole = cls()
         for part in parts:
             for name, value in part.items():
@@ -51,3 +67,15 @@ class Figures(dict[str, float]):
             if kind is Kind.MEAN:
                 whole[name] /= sum(name in part for part in parts)
         return whole
+
+
+def _read(parts: Sequence[Figures]) -> None:
+    """Turn all tensors into numbers, with one copy from their device."""
+    unread = [(part, name, value) for part in parts for name, value in part._unread.items()]
+    if not unread:
+        return
+    (values,) = to_host(torch.stack([value.float() for _, _, value in unread]))
+    for (part, name, _), value in zip(unread, values.tolist(), strict=True):
+        part[name] = value
+    for part in parts:
+        part._unread.clear()

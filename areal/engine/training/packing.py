@@ -8,7 +8,7 @@ it, and the token that follows.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from areal.api.messages import Array
 from areal.engine.model.architecture import Architecture, write_architecture
 from areal.engine.model.decoder import Decoder, parameter_count
+from areal.engine.model.device import CPU, to_device
 from areal.engine.model.weights import load_weights, save_weights
 
 HEAD_ELEMENTS = 1 << 24
@@ -48,16 +49,18 @@ class Span:
 class PackedDecoder:
     """Implements `TrainableModel`."""
 
-    def __init__(self, architecture: Architecture, *, gradient_checkpointing: bool = False) -> None:
+    def __init__(
+        self, architecture: Architecture, *, gradient_checkpointing: bool = False, device: torch.device = CPU
+    ) -> None:
         """The weights are zeros, to be loaded or initialised."""
         self._gradient_checkpointing = gradient_checkpointing
         size = parameter_count(architecture)
-        self.flat, self.flat_grad = torch.zeros(size), torch.zeros(size)
+        self.flat, self.flat_grad = (torch.zeros(size, device=device) for _ in range(2))
         self.decoder = Decoder(architecture, self.flat, self.flat_grad)
         self.matrices = sum(p.numel() for p in self.decoder.parameters.values() if p.dim() > 1)
 
     def passes(self, spans: Sequence[Span], max_tokens: int) -> "Iterator[Pack]":
-        return pack(spans, max_tokens)
+        return (part.on(self.flat.device) for part in pack(spans, max_tokens))
 
     def logprobs(self, part: "Pack", temperatures: Tensor) -> Tensor:
         checkpointing = self._gradient_checkpointing and torch.is_grad_enabled()
@@ -66,7 +69,7 @@ class PackedDecoder:
         pieces = list(zip(hidden.split(rows), part.targets.split(rows), temperatures.split(rows), strict=True))
         if len(pieces) == 1:
             return self._token_logprobs(*pieces[0])
-        return torch.cat([checkpoint(self._token_logprobs, *piece, use_reentrant=False) for piece in pieces])
+        return torch.cat([self._checkpointed_logprobs(*piece) for piece in pieces])
 
     def load(self, directory: Path) -> None:
         load_weights(self.decoder, directory)
@@ -75,13 +78,17 @@ class PackedDecoder:
         save_weights(self.decoder, directory)
         write_architecture(self.decoder.architecture, directory)
 
+    def _checkpointed_logprobs(self, *piece: Tensor) -> Tensor:
+        found: Tensor = checkpoint(self._token_logprobs, *piece, use_reentrant=False, preserve_rng_state=False)
+        return found
+
     def _token_logprobs(self, hidden: Tensor, targets: Tensor, temperatures: Tensor) -> Tensor:
         return token_logprobs(self.decoder.logits(hidden), targets, temperatures)
 
 
 def token_logprobs(logits: Tensor, targets: Tensor, temperatures: Tensor) -> Tensor:
-    """Log-probability [n] of each target under logits [n,V] at its temperature."""
-    logits = logits / temperatures[:, None]
+    """Log-probability [n] of each target under logits [n,V] at its temperature; float32, whatever the logits are."""
+    logits = logits.float() / temperatures[:, None]
     return logits.gather(1, targets[:, None]).squeeze(1) - logits.logsumexp(dim=1)
 
 
@@ -114,6 +121,20 @@ class Pack:
     tokens: int
     """Without padding."""
 
+    def on(self, device: torch.device) -> "Pack":
+        """The same on a device."""
+        if device.type == "cpu":
+            return self
+        return Pack(
+            ids=to_device(self.ids, device),
+            positions=to_device(self.positions, device),
+            rows=[row.on(device) for row in self.rows],
+            sources=to_device(self.sources, device),
+            targets=to_device(self.targets, device),
+            order=to_device(self.order, device),
+            tokens=self.tokens,
+        )
+
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention within each bin."""
         sizes = [row.tokens for row in self.rows]
@@ -134,6 +155,9 @@ class _BinRow:
     @property
     def tokens(self) -> int:
         return self.count * self.size
+
+    def on(self, device: torch.device) -> "_BinRow":
+        return self if self.mask is None else replace(self, mask=to_device(self.mask, device))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.unflatten(0, (self.count, self.size)).transpose(1, 2) for x in (q, k, v))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from areal.api.errors import ModelError, RequestError
 from areal.api.messages import Array
+from areal.engine.model.device import CPU, to_device
 from areal.utils.bounded_cache import BoundedCache
 from areal.utils.hf_utils import load_hf_processor
 from areal.utils.images import ImageError, decode_image, encode_image
@@ -24,9 +25,13 @@ _TEXT_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_
 
 
 class ImageInputs:
-    def __init__(self, directory: Path, placeholders: set[int]) -> None:
-        """`placeholders` are the tokens that stand for parts of an image."""
+    def __init__(self, directory: Path, placeholders: set[int], device: torch.device = CPU) -> None:
+        """`placeholders` are the tokens that stand for parts of an image; batches are made on `device`.
+
+        Prepared images stay on the host.
+        """
         self._directory = directory
+        self._device = device
         self._placeholders = sorted(placeholders)
         self._processor: Any = None
         self._prepared: BoundedCache[bytes, PreparedImages] = BoundedCache(
@@ -57,7 +62,8 @@ class ImageInputs:
     def batch(self, images: Sequence[Images]) -> dict[str, Tensor]:
         """The inputs of a batch, in the order of its sequences; those that have images share a shape."""
         prepared = [self.of(each).inputs for each in images if each]
-        return {name: torch.cat([inputs[name] for inputs in prepared]) for name in prepared[0]}
+        joined = {name: torch.cat([inputs[name] for inputs in prepared]) for name in prepared[0]}
+        return {name: to_device(tensor, self._device) for name, tensor in joined.items()}
 
     def example(self) -> tuple[list[int], Images]:
         """The ids that stand for an image in a sequence, and the image."""

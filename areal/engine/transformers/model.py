@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from areal.api.errors import ModelError, RequestError
 from areal.api.messages import Array
+from areal.engine.model.device import CPU, to_device
 from areal.engine.transformers.images import ImageInputs, Images
 from areal.utils.shorten import first_line
 
@@ -29,8 +30,8 @@ _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_
 
 
 class TransformersModel:
-    def __init__(self, directory: Path, *, trainable: bool = False) -> None:
-        """Read a Hugging Face directory; gradients of a trainable model accumulate in `flat_grad`."""
+    def __init__(self, directory: Path, *, trainable: bool = False, device: torch.device = CPU) -> None:
+        """Read a Hugging Face directory to `device`; gradients of a trainable model accumulate in `flat_grad`."""
         self.directory = directory
         self.module = _load(directory)
         config = self.module.config
@@ -38,14 +39,19 @@ class TransformersModel:
         self.vocab_size: int = text.vocab_size
         self.max_positions = positions_of(config)
         self.flat, self.matrices = _flatten(self.module)
+        if device.type != "cpu":
+            self.flat = _move(self.module, self.flat, device)
+        self.device = device
         """Matrices come before everything else; `matrices` is how many values they have."""
         self.flat_grad = torch.zeros_like(self.flat) if trainable else None
         self._attach_gradients()
         self._parameters = inspect.signature(self.module.forward).parameters
         placeholders = _placeholders_of(config)
         self._placeholders = torch.tensor(sorted(placeholders), dtype=torch.long)
+        self._placeholders_there = to_device(self._placeholders, device)
+        """The same on the device."""
         self._filler = next(token for token in range(self.vocab_size) if token not in placeholders)
-        self.images = ImageInputs(directory, placeholders) if _takes_images(config) else None
+        self.images = ImageInputs(directory, placeholders, device) if _takes_images(config) else None
 
     def check(self, ids: Sequence[int] | Array, images: Images) -> None:
         """Raise RequestError for bytes that are not images, or if `ids` do not have their placeholders."""
@@ -59,22 +65,29 @@ class TransformersModel:
         return () if self.images is None else self.images.shape(images)
 
     def logits(self, ids: Tensor, images: Sequence[Images], columns: Tensor, **options: Any) -> Tensor:
-        """Logits [B,C,V] after the tokens in `columns` of `ids` [B,L]; an image's placeholder is never predicted."""
+        """Logits [B,C,V] after the tokens in `columns` of `ids` [B,L]; an image's placeholder is never predicted.
+
+        Tensors are on the model's device (`sent`).
+        """
         inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False, **options}
         if any(images):
             assert self.images is not None
             inputs |= self.images.batch(images)
-        inputs |= {name: torch.isin(ids, self._placeholders).long() for name in self._type_inputs()}
+        inputs |= {name: torch.isin(ids, self._placeholders_there).long() for name in self._type_inputs()}
         if "logits_to_keep" in self._parameters:
             logits: Tensor = self.module(**inputs, logits_to_keep=columns).logits
         else:
             logits = self.module(**inputs).logits[:, columns]
         if len(self._placeholders):
-            logits = logits.index_fill(-1, self._placeholders, -torch.inf)
+            logits = logits.index_fill(-1, self._placeholders_there, -torch.inf)
         return logits
 
+    def sent(self, tensor: Tensor) -> Tensor:
+        """A host tensor on the model's device."""
+        return to_device(tensor, self.device)
+
     def padded(self, rows: Sequence[Sequence[int]]) -> Tensor:
-        """Ids [B,L]. Nothing attends to the padding, but it must not be a placeholder."""
+        """Ids [B,L] on the host. Nothing attends to the padding, but it must not be a placeholder."""
         length = max(map(len, rows))
         return torch.tensor([[*row, *[self._filler] * (length - len(row))] for row in rows])
 
@@ -102,9 +115,9 @@ class TransformersModel:
     def save(self, directory: Path) -> None:
         """Write a directory that `from_pretrained` loads, with the files of the processor."""
         clones: dict[int, Tensor] = {}
-        state = self.module.state_dict()
+        state = self.module.state_dict(keep_vars=True)
         for name, tensor in state.items():  # tied weights stay one tensor
-            state[name] = clones.setdefault(tensor.data_ptr(), tensor.detach().clone())
+            state[name] = clones.setdefault(id(tensor), tensor.detach().to(CPU, copy=True))
         with no_progress_bars():
             self.module.save_pretrained(directory, state_dict=state)
         for name in _PROCESSOR_FILES:
@@ -151,6 +164,22 @@ def _flatten(module: nn.Module) -> tuple[Tensor, int]:
         parameter.data = view
         at += parameter.numel()
     return flat, sum(parameter.numel() for parameter in parameters if parameter.dim() > 1)
+
+
+def _move(module: nn.Module, flat: Tensor, device: torch.device) -> Tensor:
+    """Replace the parameters, which are views of `flat`, and the buffers by those on a device; returns `flat` there."""
+    there = flat.to(device)
+    moved: dict[nn.Parameter, nn.Parameter] = {}
+    at = 0
+    for parameter in _in_order(module):
+        moved[parameter] = nn.Parameter(there[at : at + parameter.numel()].view(parameter.shape))
+        at += parameter.numel()
+    for owner in module.modules():  # `module.to` would replace tied weights one by one where it cannot change them
+        held = owner._parameters
+        held.update({name: moved[each] for name, each in held.items() if each is not None})
+        buffers = owner._buffers
+        buffers.update({name: each.to(device) for name, each in buffers.items() if each is not None})
+    return there
 
 
 def _in_order(module: nn.Module) -> list[nn.Parameter]:

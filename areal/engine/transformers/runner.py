@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from areal.engine.model.device import to_device, to_host
 from areal.engine.transformers.images import Images
 from areal.engine.transformers.model import TransformersModel
 from areal.utils.logging import getLogger
@@ -33,7 +34,7 @@ class TransformersRunner:
         """`caches` is whether keys and values are kept."""
         self.model = model
         self.caches = caches
-        self._cache = RowCache() if caches else None
+        self._cache = RowCache(model.device) if caches else None
         self._rows: dict[int, _Prompt] = {}
         """The tokens and images of each row, where nothing is cached."""
 
@@ -70,10 +71,11 @@ class TransformersRunner:
     def decode(self, ids: Sequence[int], positions: Sequence[int]) -> Tensor:
         """Append one token to each of the first B rows; return the logits [B,V] after it."""
         if self._cache is not None:
-            mask, places = self._cache.begin(positions), torch.tensor(positions)
+            mask, places = self._cache.begin(positions)
             options = {"attention_mask": mask, "position_ids": places[:, None], "use_cache": True}
             options["past_key_values"] = self._cache
-            return self.model.logits(torch.tensor(ids)[:, None], (), torch.tensor([0]), **options)[:, 0]
+            sent = self.model.sent
+            return self.model.logits(sent(torch.tensor(ids))[:, None], (), sent(torch.tensor([0])), **options)[:, 0]
         rows = range(len(ids))
         held = [self._rows[row] for row in rows]
         prompts = [[*tokens[:at], token] for (tokens, _), token, at in zip(held, ids, positions, strict=True)]
@@ -86,7 +88,7 @@ class TransformersRunner:
             self._cache.move(source, target, length)
 
     def reset(self) -> None:
-        self._cache = RowCache() if self.caches else None
+        self._cache = RowCache(self.model.device) if self.caches else None
         self._rows.clear()
 
     def _passes(self, prompts: Sequence[_Prompt]) -> Iterator[list[_Prompt]]:
@@ -110,14 +112,14 @@ class TransformersRunner:
         if self._cache is not None:
             options = {"past_key_values": DynamicCache(), "use_cache": True}
         ends = torch.tensor([len(tokens) - 1 for tokens, _ in part])
-        columns, place = ends.unique(return_inverse=True)
-        ids = self.model.padded([tokens for tokens, _ in part])
+        columns, place = map(self.model.sent, ends.unique(return_inverse=True))
+        ids = self.model.sent(self.model.padded([tokens for tokens, _ in part]))
         logits = self.model.logits(ids, [images for _, images in part], columns, **options)
         if self._cache is not None:
             pairs = [(row, source) for source, prompt in enumerate(part) for row in rows_of[prompt]]
             rows, sources = zip(*pairs, strict=True)
             self._cache.fill(rows, sources, options["past_key_values"])
-        return logits[torch.arange(len(part)), place]
+        return logits[torch.arange(len(part), device=logits.device), place]
 
 
 _Pair = tuple[Tensor, Tensor]
@@ -131,33 +133,35 @@ class RowCache(Cache):
     by doubling and never shrink.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__(layers=[])
+        self._device = device
         self._pairs: list[_Pair] = []
-        self._places = torch.empty(0, dtype=torch.long)
+        self._places = torch.empty(0, dtype=torch.long, device=device)
         self._length = 0
 
     def fill(self, rows: Sequence[int], sources: Sequence[int], filled: Cache) -> None:
         """Take the keys and values of a prefill: row `rows[i]` gets its sequence `sources[i]`."""
+        targets, taken = (to_device(torch.tensor(each), self._device) for each in (rows, sources))
         for index, layer in enumerate(filled.layers):
             if index == len(self._pairs):
                 self._pairs.append((_nothing(layer.keys), _nothing(layer.values)))
             pair = self._pairs[index] = _grown(self._pairs[index], max(rows) + 1, layer.keys.shape[2])
             for held, new in zip(pair, (layer.keys, layer.values), strict=True):
-                held[list(rows), :, : new.shape[2]] = new[list(sources)]
+                held[targets, :, : new.shape[2]] = new[taken]
 
-    def begin(self, positions: Sequence[int]) -> Tensor:
-        """A decode step of the first B rows at `positions`; returns its additive mask [B,1,1,L]."""
-        self._places, self._length = torch.tensor(positions), max(positions) + 1
+    def begin(self, positions: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """A decode step of the first B rows at `positions`; returns its additive mask [B,1,1,L], and `positions`."""
+        self._places, self._length = to_device(torch.tensor(positions), self._device), max(positions) + 1
         self._pairs = [_grown(pair, len(positions), self._length) for pair in self._pairs]
-        hidden = torch.arange(self._length) > self._places[:, None]
-        mask = torch.zeros(len(positions), 1, 1, self._length)
-        return mask.masked_fill_(hidden[:, None, None], torch.finfo(torch.float32).min)
+        hidden = torch.arange(self._length, device=self._device) > self._places[:, None]
+        mask = torch.zeros(len(positions), 1, 1, self._length, device=self._device)
+        return mask.masked_fill_(hidden[:, None, None], torch.finfo(torch.float32).min), self._places
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> _Pair:
         keys, values = self._pairs[layer_idx]
         batch = len(self._places)
-        rows = torch.arange(batch)
+        rows = torch.arange(batch, device=self._device)
         keys[rows, :, self._places] = key_states[:, :, 0]
         values[rows, :, self._places] = value_states[:, :, 0]
         return keys[:batch, :, : self._length], values[:batch, :, : self._length]
@@ -238,4 +242,4 @@ def _differences(model: TransformersModel) -> Iterator[float]:
 def _relative_difference(expected: Tensor, got: Tensor) -> float:
     """The largest difference, as a share of the logits' spread."""
     expected, got = (logits.masked_fill(logits == -torch.inf, 0.0) for logits in (expected, got))
-    return float((expected - got).abs().max() / expected.std())
+    return float(to_host((expected - got).abs().max() / expected.std())[0])

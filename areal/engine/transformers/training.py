@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from areal.api.messages import Array
 from areal.engine.training.packing import Span, token_logprobs
 from areal.engine.transformers.images import Images
 from areal.engine.transformers.model import TransformersModel
@@ -16,6 +17,8 @@ from areal.engine.transformers.model import TransformersModel
 
 @dataclass
 class PaddedPass:
+    """Tensors on the model's device."""
+
     ids: Tensor
     images: list[Images]
     columns: Tensor
@@ -91,14 +94,18 @@ class TransformersTraining:
         rows = np.repeat(np.arange(len(part)), [len(each) for each in sources])
         places = np.concatenate([np.arange(item.offset, item.offset + len(item.span.asked)) for item in part])
         targets = np.concatenate([item.span.ids[item.span.asked] for item in part])
+        picked = np.searchsorted(columns, np.concatenate(sources))
         return PaddedPass(
-            ids=self.model.padded([item.ids for item in part]),
+            ids=self.model.sent(self.model.padded([item.ids for item in part])),
             images=[item.span.images for item in part],
-            columns=torch.from_numpy(columns),
-            picks=(torch.from_numpy(rows), torch.from_numpy(np.searchsorted(columns, np.concatenate(sources)))),
-            targets=torch.from_numpy(targets.astype(np.int64)),
-            order=torch.from_numpy(places),
+            columns=self._sent(columns),
+            picks=(self._sent(rows), self._sent(picked)),
+            targets=self._sent(targets.astype(np.int64)),
+            order=self._sent(places),
         )
+
+    def _sent(self, array: Array) -> Tensor:
+        return self.model.sent(torch.from_numpy(array))
 
 
 def _columns(part: Sequence[_Item]) -> Any:
