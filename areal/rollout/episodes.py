@@ -5,14 +5,11 @@ swallow its cancellation) ends as a result or as an `EpisodeRejected`.
 """
 
 import asyncio
-import contextvars
 import inspect
 import textwrap
-import threading
 import time
 import traceback
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
 from typing import Any, Protocol
 
 from areal.api.errors import AgentFailed, EpisodeRejected, EpisodeTimeout, RejectReason
@@ -20,6 +17,7 @@ from areal.api.messages import Episode, Rejection
 from areal.infra.stalls import LoopBlocked
 from areal.infra.workflow_context import WorkflowContext
 from areal.utils import stats_tracker
+from areal.utils.background import in_thread
 from areal.utils.callables import is_async
 from areal.utils.logging import getLogger
 
@@ -141,34 +139,8 @@ async def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a function that may be asynchronous or not; one that is not runs in a thread."""
     if is_async(function):
         return await function(*args, **kwargs)
-    result = await _in_thread(function, *args, **kwargs)
+    result = await in_thread(function, *args, **kwargs)
     return await result if inspect.isawaitable(result) else result
-
-
-async def _in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A thread per call, in the caller's context: hung calls cannot fill a pool, nor keep the process from ending."""
-    loop = asyncio.get_running_loop()
-    outcome: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
-    context = contextvars.copy_context()
-
-    def deliver(result: Any, error: BaseException | None) -> None:
-        if not outcome.done():
-            outcome.set_result((result, error))
-
-    def work() -> None:
-        result, failure = None, None
-        try:
-            result = context.run(function, *args, **kwargs)
-        except BaseException as error:  # delivered, and raised where it is awaited
-            failure = error
-        with suppress(RuntimeError):  # the loop is closed: nothing waits for this any more
-            loop.call_soon_threadsafe(deliver, result, failure)
-
-    threading.Thread(target=work, name="areal episode", daemon=True).start()
-    result, failure = await outcome
-    if failure is not None:
-        raise failure
-    return result
 
 
 def accepted_keywords(function: Callable[..., Any]) -> Callable[[str], bool]:

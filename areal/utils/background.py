@@ -11,11 +11,16 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """What the function returns or raises, called in a thread of its own: calls that hang cannot hold up others."""
+    return await _in_thread(lambda: function(*args, **kwargs), "areal in thread")
+
+
 class Background:
     """Runs at most `at_once` functions at a time; the rest queue. Belongs to one event loop.
 
     Python cannot end a thread, so work whose caller was cancelled goes on and keeps its place until it is done. Work
-    that has not begun by then never does. The threads are daemons: `asyncio.to_thread` would make the process wait.
+    that has not begun by then never does.
     """
 
     def __init__(self, at_once: int, name: str) -> None:
@@ -24,27 +29,35 @@ class Background:
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """What the function returns or raises, called in a thread."""
-        loop = asyncio.get_running_loop()
-        outcome: asyncio.Future[Callable[[], T]] = loop.create_future()
-        context = contextvars.copy_context()
-
-        def deliver(result: Callable[[], T]) -> None:
-            self._free.release()
-            if not outcome.done():
-                outcome.set_result(result)
-
-        def work() -> None:
-            result = _outcome(lambda: context.run(function, *args, **kwargs))
-            with suppress(RuntimeError):  # the loop is closed: nothing waits for this any more
-                loop.call_soon_threadsafe(deliver, result)
-
         await self._free.acquire()
-        try:
-            threading.Thread(target=work, name=self._name, daemon=True).start()
-        except BaseException:
-            self._free.release()
-            raise
-        return (await outcome)()
+        return await _in_thread(lambda: function(*args, **kwargs), self._name, self._free.release)
+
+
+async def _in_thread(function: Callable[[], T], name: str, ended: Callable[[], None] = lambda: None) -> T:
+    """Call it in a thread, in the caller's context; `ended` is called in the event loop when the thread is done.
+
+    The thread is a daemon: `asyncio.to_thread` would make the process wait for it.
+    """
+    loop = asyncio.get_running_loop()
+    outcome: asyncio.Future[Callable[[], T]] = loop.create_future()
+    context = contextvars.copy_context()
+
+    def deliver(result: Callable[[], T]) -> None:
+        ended()
+        if not outcome.done():
+            outcome.set_result(result)
+
+    def work() -> None:
+        result = _outcome(lambda: context.run(function))
+        with suppress(RuntimeError):  # the loop is closed: nothing waits for this any more
+            loop.call_soon_threadsafe(deliver, result)
+
+    try:
+        threading.Thread(target=work, name=name, daemon=True).start()
+    except BaseException:
+        ended()
+        raise
+    return (await outcome)()
 
 
 def _outcome(function: Callable[[], T]) -> Callable[[], T]:

@@ -4,7 +4,7 @@ from contextvars import ContextVar
 
 import pytest
 
-from areal.utils.background import Background
+from areal.utils.background import Background, in_thread
 
 WAIT_SECONDS = 10
 
@@ -47,3 +47,16 @@ async def test_cancelled_work_keeps_its_place_until_it_is_done_and_waiting_work_
     async with asyncio.timeout(WAIT_SECONDS):
         await last
     assert begun == ["last"]
+
+
+async def test_calls_in_threads_of_their_own_do_not_wait_for_one_that_hangs() -> None:
+    released = threading.Event()
+    hanging = [asyncio.ensure_future(in_thread(released.wait, WAIT_SECONDS)) for _ in range(50)]
+    variable: ContextVar[str] = ContextVar("variable")
+    variable.set("mine")
+    assert await asyncio.wait_for(in_thread(variable.get), WAIT_SECONDS) == "mine"
+    assert (await in_thread(threading.current_thread)).daemon
+    with pytest.raises(SystemExit):
+        await in_thread(exit, 3)
+    released.set()
+    assert await asyncio.gather(*hanging) == [True] * 50
