@@ -5,6 +5,7 @@
 #   make test [ARGS="-k name"]  run all tests
 #   make test-camel             run those with CAMEL-AI, which need an environment of their own
 #   make fuzz [ARGS="--seed 2"] send the proxy 20,000 mutated requests; fails on any 500, hang or long echo
+#   make survive [ARGS=--quick] attack calls, processes and agents for a quarter of an hour; lists what was harmed
 #   make lint                   ruff (rules and format) and the type checker
 #   make venv                   only the environment that `make test` and `make lint` use
 #   make clean                  remove the environments and caches; runs/ is kept
@@ -16,7 +17,7 @@ TORCH := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test test-fast test-camel fuzz lint venv clean
+.PHONY: help demo test test-fast test-camel fuzz survive lint venv clean
 .DELETE_ON_ERROR:
 
 help:
@@ -37,6 +38,9 @@ test-camel: .venv-camel/.installed
 
 fuzz: .venv/.installed-dev
 	@$(BIN)/python -m benchmarks.fuzz $(ARGS)
+
+survive: .venv/.installed-dev
+	@$(BIN)/python -m benchmarks.survival $(ARGS)
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .

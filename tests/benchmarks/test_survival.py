@@ -59,7 +59,7 @@ def test_run_that_came_to_no_harm_shows_none(tmp_path: Path) -> None:
 
 def test_groups_that_were_lost_or_trained_twice_are_seen(tmp_path: Path) -> None:
     ended = EndedRun(tmp_path, 3, "any")
-    again = [{"step": 3, "task_id": 1}] * SAMPLES
+    again: list[dict[str, object]] = [{"step": 3, "task_id": 1}] * SAMPLES
     ended.write("rollouts.jsonl", [*trained(1), *trained(2), *trained(3)[SAMPLES:-1], *again])
     assert seen(ended) == {"lost_groups": 2, "doubled_groups": 1}, "one is missing, one incomplete, one there twice"
 
