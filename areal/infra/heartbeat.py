@@ -3,14 +3,12 @@
 The thread is not the event loop, so code that blocks the loop for long does not silence it (`stalls.py` names that).
 A process that is stopped (SIGSTOP), or whose interpreter is deadlocked, is silent. Code that computes without letting
 other threads run is silent too, but uses the processor: that is not a freeze.
+
+Only the standard library: the process's keeper, which reads the pipe, must start at once.
 """
 
-import asyncio
 import os
 import threading
-from collections.abc import Callable
-from io import FileIO
-from pathlib import Path
 
 VARIABLE = "AREAL_HEARTBEAT"
 """Holds the number of the pipe that a process inherits."""
@@ -20,7 +18,7 @@ _STOPPED = "Tt"
 
 
 def start_beating() -> None:
-    """In the process: send heartbeats if the parent asked for them."""
+    """In the process: send heartbeats if its keeper asked for them."""
     pipe = os.environ.pop(VARIABLE, None)
     if pipe is not None:
         os.set_inheritable(int(pipe), False)
@@ -34,80 +32,45 @@ def _beat(pipe: int) -> None:
             os.write(pipe, b".")
             never.wait(BEAT_SECONDS)
     except OSError:
-        return  # the driver is gone
+        return  # the keeper is gone
 
 
-class Heartbeat:
-    """At the driver: notices that a process has been silent for `seconds`.
+class FreezeWatch:
+    """At the keeper: notices that a process has been silent for `seconds` and is frozen. Times are monotonic.
 
     Before its first heartbeat a process may be loading its code, so then only one that is stopped counts as frozen.
     """
 
-    def __init__(self, seconds: float | None) -> None:
-        """None = it may be silent for ever."""
+    def __init__(self, pid: int, seconds: float, now: float) -> None:
+        self.due = now + seconds
+        """When `check` is to be called next; each heartbeat and each check put it off."""
+        self._pid = pid
         self._seconds = seconds
-        self._loop = asyncio.get_running_loop()
-        self._timer: asyncio.TimerHandle | None = None
         self._beats = False
         """Whether there was a heartbeat."""
         self._busy_at: int | None = None
         """The processor time that it had used when it was found silent; None since its last heartbeat."""
-        ours, theirs = os.pipe()
-        self._ours, self._theirs = FileIO(ours, "rb"), FileIO(theirs, "wb")
 
-    @property
-    def inherited(self) -> int:
-        """The end of the pipe that the process is given."""
-        return self._theirs.fileno()
-
-    @property
-    def env(self) -> dict[str, str]:
-        """What the process needs in its environment."""
-        return {VARIABLE: str(self.inherited)}
-
-    def watch(self, pid: int, on_frozen: Callable[[str], None]) -> None:
-        """The process has started; `on_frozen` is called at most once, with what is known of its state."""
-        self._pid, self._on_frozen = pid, on_frozen
-        self._theirs.close()
-        self._loop.add_reader(self._ours, self._read)
-        self._wait()
-
-    def close(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        if not self._ours.closed:
-            self._loop.remove_reader(self._ours)
-            self._ours.close()
-        self._theirs.close()
-
-    def _read(self) -> None:
-        if not self._ours.read(4096):  # the process has ended
-            self.close()
-            return
+    def beat(self, now: float) -> None:
         self._beats, self._busy_at = True, None
-        self._wait()
+        self.due = now + self._seconds
 
-    def _wait(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        if self._seconds is not None:
-            self._timer = self._loop.call_later(self._seconds, self._on_silence)
-
-    def _on_silence(self) -> None:
+    def check(self, now: float) -> str:
+        """Why the process is frozen; empty = it is not, as far as one can tell."""
+        self.due = now + self._seconds
         try:
             state, used = _state(self._pid)
         except (FileNotFoundError, ProcessLookupError):  # it has ended, or this system does not tell
-            return
+            return ""
         if state in _STOPPED or (self._beats and used == self._busy_at):
             stopped = "a signal or a debugger has stopped it" if state in _STOPPED else "it does not compute either"
-            self.close()
-            self._on_frozen(f"no sign of life for {self._seconds:g} s; {stopped}")
-        else:
-            self._busy_at = used
-            self._wait()
+            return f"no sign of life for {self._seconds:g} s; {stopped}"
+        self._busy_at = used
+        return ""
 
 
 def _state(pid: int) -> tuple[str, int]:
     """The state of a process, and the processor time that it has used, in ticks."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    with open(f"/proc/{pid}/stat") as file:
+        fields = file.read().rpartition(")")[2].split()
     return fields[0], int(fields[11]) + int(fields[12])

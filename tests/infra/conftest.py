@@ -11,8 +11,7 @@ import pytest
 from areal.infra.rpc.channel import Channel, Handler
 from areal.infra.rpc.connect import connect, serve
 from areal.infra.rpc.wire import api_wire
-from areal.infra.scheduler import Command, LocalScheduler
-from areal.infra.scheduler.local import LocalPlacement
+from areal.infra.scheduler import Command, LocalScheduler, Placement
 from areal.utils.logging import getLogger
 
 Pair = tuple[Channel, Channel]
@@ -66,7 +65,7 @@ async def scheduler() -> AsyncIterator[LocalScheduler]:
 def start(scheduler: LocalScheduler, tmp_path: Path) -> Callable[..., object]:
     """Start Python code as a process: `await start("print(1)", name="rollout worker 0")`."""
 
-    async def start(code: str, name: str = "rollout worker 0", secret: bytes = b"", **env: str) -> LocalPlacement:
+    async def start(code: str, name: str = "rollout worker 0", secret: bytes = b"", **env: str) -> Placement:
         argv = [sys.executable, "-c", code]
         return await scheduler.start(Command(name, argv, tmp_path / "log.txt", env, secret=secret))
 

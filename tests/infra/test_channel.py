@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from areal.api.errors import ContextLengthError
-from areal.infra.rpc.channel import Channel, ChannelClosed, FrameError, RemoteError
-from areal.infra.rpc.connect import connect, handshake_as_listener, serve
+from areal.infra.rpc.channel import Channel, ChannelClosed, RemoteError
+from areal.infra.rpc.connect import connect, serve
+from areal.infra.rpc.frames import FrameError
+from areal.infra.rpc.sockets import handshake_as_listener
 from areal.infra.rpc.wire import api_wire
 
 
@@ -180,7 +182,7 @@ async def test_oversized_request_is_refused_before_it_is_sent(make_pair: Any) ->
 
 async def test_oversized_answer_is_an_error_of_its_call_only(make_pair: Any) -> None:
     caller, _ = await make_pair({"make": lambda n: b"x" * n}, max_frame_bytes=5000)
-    with pytest.raises(RemoteError, match="FrameError: a frame must be at most 5000 bytes, got 600"):
+    with pytest.raises(RemoteError, match="FrameError: a message must be at most 5000 bytes, got 600"):
         await caller.call("make", 6000, timeout_seconds=10)
     assert await caller.call("make", 10, timeout_seconds=10) == b"x" * 10
 

@@ -1,7 +1,9 @@
 import asyncio
 import os
+import socket
 import stat
-from contextlib import AsyncExitStack
+from collections.abc import Callable
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,11 @@ import pytest
 from areal.api.errors import ArealError
 from areal.infra.rpc.channel import Channel, ChannelClosed
 from areal.infra.rpc.connect import Listener, connect, serve
+from areal.infra.rpc.sockets import address_towards, dial, listen
 from areal.infra.rpc.wire import api_wire
 
 
-async def listen(stack: AsyncExitStack, address: str, **options: Any) -> Listener:
+async def serve_one(stack: AsyncExitStack, address: str, **options: Any) -> Listener:
     def on_channel(channel: Channel) -> None:
         channel.handlers["one"] = lambda: 1
 
@@ -23,7 +26,7 @@ async def listen(stack: AsyncExitStack, address: str, **options: Any) -> Listene
 
 
 async def test_tcp_port_zero_takes_a_free_port_that_the_address_names(stack: AsyncExitStack) -> None:
-    listener = await listen(stack, "tcp:127.0.0.1:0")
+    listener = await serve_one(stack, "tcp:127.0.0.1:0")
     assert not listener.address.endswith(":0")
     channel = await connect(listener.address, wire=api_wire())
     assert await channel.call("one", timeout_seconds=10) == 1
@@ -33,13 +36,13 @@ async def test_tcp_port_zero_takes_a_free_port_that_the_address_names(stack: Asy
 async def test_unix_socket_is_private_and_removed_at_the_end(tmp_path: Path) -> None:
     path = tmp_path / "s"
     async with AsyncExitStack() as stack:
-        await listen(stack, f"unix:{path}")
+        await serve_one(stack, f"unix:{path}")
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert not os.path.exists(path)  # noqa: ASYNC240
 
 
 async def test_right_secret_is_let_in_and_wrong_ones_are_not(stack: AsyncExitStack) -> None:
-    listener = await listen(stack, "tcp:127.0.0.1:0", secret=b"right")
+    listener = await serve_one(stack, "tcp:127.0.0.1:0", secret=b"right")
     for wrong in (b"wrong", b""):
         with pytest.raises(ChannelClosed, match="it disconnected during the handshake"):
             await connect(listener.address, wire=api_wire(), peer="the driver", secret=wrong)
@@ -64,7 +67,7 @@ async def test_listener_that_does_not_know_the_secret_is_not_trusted(stack: Asyn
 
 
 async def test_silent_caller_is_cut_off_at_the_deadline(stack: AsyncExitStack) -> None:
-    listener = await listen(stack, "tcp:127.0.0.1:0", handshake_seconds=0.05)
+    listener = await serve_one(stack, "tcp:127.0.0.1:0", handshake_seconds=0.05)
     reader, writer = await asyncio.open_connection("127.0.0.1", int(listener.address.rsplit(":", 1)[1]))
     assert len(await asyncio.wait_for(reader.read(), 10)) == 32  # the nonce, then the end
     writer.close()
@@ -96,3 +99,107 @@ async def test_malformed_address_is_refused_with_the_rule(address: str) -> None:
 async def test_unix_path_that_is_too_long_is_refused_with_the_remedy() -> None:
     with pytest.raises(ArealError, match=r"1 to 107 bytes, got 201.*shorter name"):
         await connect("unix:/" + "x" * 200, wire=api_wire())
+
+
+class Relay:
+    """Sits between a caller and a listener. After the handshake it passes the caller's bytes through `tamper`."""
+
+    def __init__(self, target: str, tamper: Callable[[list[bytes]], list[bytes] | None]) -> None:
+        """`tamper` gets the caller's writes so far, and says what to send for the last; None = close the connection."""
+        self._target = target
+        self._tamper = tamper
+
+    async def open(self, stack: AsyncExitStack) -> str:
+        server = await asyncio.start_server(self._relay, "127.0.0.1", 0)
+        stack.callback(server.close)
+        return f"tcp:127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        host, port = self._target.removeprefix("tcp:").split(":")
+        their_reader, their_writer = await asyncio.open_connection(host, int(port))
+        back = asyncio.ensure_future(self._copy(their_reader, writer))
+        their_writer.write(await reader.readexactly(64))
+        writes: list[bytes] = []
+        while chunk := await reader.read(1 << 16):
+            writes.append(chunk)
+            if (altered := self._tamper(writes)) is None:
+                break
+            their_writer.write(b"".join(altered))
+        their_writer.close()
+        await back
+
+    async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while chunk := await reader.read(1 << 16):
+            writer.write(chunk)
+        writer.close()
+
+
+def flip_a_bit(writes: list[bytes]) -> list[bytes]:
+    return [writes[-1]] if len(writes) < 3 else [writes[-1][:-20], bytes([writes[-1][-20] ^ 1]), writes[-1][-19:]]
+
+
+def repeat(writes: list[bytes]) -> list[bytes]:
+    return [writes[-1]] if len(writes) < 3 else [writes[-1], writes[-1]]
+
+
+def repeat_an_old_one(writes: list[bytes]) -> list[bytes]:
+    return [writes[-1]] if len(writes) < 3 else [writes[0]]
+
+
+def reorder(writes: list[bytes]) -> list[bytes]:
+    return [writes[-1], writes[-2]] if len(writes) == 3 else [] if len(writes) == 2 else [writes[-1]]
+
+
+def truncate(writes: list[bytes]) -> list[bytes] | None:
+    return [writes[-1]] if len(writes) < 3 else [writes[-1][:-1]] if len(writes) == 3 else None
+
+
+@pytest.mark.parametrize("tamper", [flip_a_bit, repeat, repeat_an_old_one, reorder, truncate])
+async def test_frame_that_was_tampered_with_is_not_acted_on_and_ends_the_channel(
+    stack: AsyncExitStack, tamper: Callable[[list[bytes]], list[bytes]]
+) -> None:
+    paid: list[int] = []
+    accepted: asyncio.Future[Channel] = asyncio.get_running_loop().create_future()
+
+    def on_channel(channel: Channel) -> None:
+        channel.handlers["pay"] = paid.append
+        accepted.set_result(channel)
+
+    listener = await serve("tcp:127.0.0.1:0", on_channel, wire=api_wire(), secret=b"right")
+    stack.push_async_callback(listener.close)
+    caller = await connect(await Relay(listener.address, tamper).open(stack), wire=api_wire(), secret=b"right")
+    stack.push_async_callback(caller.close)
+    channel = await asyncio.wait_for(accepted, 10)
+    for amount in (1, 2, 3, 4):
+        with suppress(ChannelClosed, TimeoutError):
+            await caller.call("pay", amount, timeout_seconds=0.2)
+    assert "FrameError" in await asyncio.wait_for(channel.closed, 10)
+    assert paid in ([1, 2], [1, 2, 3], [1])  # whatever came whole and in its place
+
+
+async def test_tcp_connections_notice_on_both_ends_that_a_host_is_gone(stack: AsyncExitStack) -> None:
+    accepted: asyncio.Future[socket.socket] = asyncio.get_running_loop().create_future()
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        accepted.set_result(writer.get_extra_info("socket"))
+        await reader.read()
+        writer.close()
+
+    server, address = await listen("tcp:127.0.0.1:0", accept)
+    stack.callback(server.close)
+    _, writer = await dial(address)
+    stack.callback(writer.close)
+    for end in (writer.get_extra_info("socket"), await asyncio.wait_for(accepted, 10)):
+        assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        unanswered = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE)
+        unanswered += end.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL) * end.getsockopt(
+            socket.IPPROTO_TCP, socket.TCP_KEEPCNT
+        )
+        assert unanswered <= 8
+        assert 0 < end.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) <= 8000
+
+
+def test_address_towards_a_host_is_of_the_interface_that_reaches_it() -> None:
+    assert address_towards("127.0.0.1") == "127.0.0.1"
+    with pytest.raises(ArealError, match=r"a route to 'no\.such\.host\.invalid'.*scheduler\.address"):
+        address_towards("no.such.host.invalid")

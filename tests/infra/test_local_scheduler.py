@@ -188,10 +188,11 @@ asyncio.run(main())
 """
 
 
-async def test_kill_9_of_the_driver_leaves_no_child_grandchild_or_guardian(tmp_path: Path, reports: Reports) -> None:
+async def test_kill_9_of_the_driver_leaves_no_keeper_child_or_grandchild(tmp_path: Path, reports: Reports) -> None:
     driver = await asyncio.create_subprocess_exec(sys.executable, "-c", DRIVER, str(tmp_path / "log.txt"))
     (grandchild,) = await reports.next()
-    descendants = [*children_of(driver.pid), grandchild]
+    (keeper,) = children_of(driver.pid)
+    descendants = [keeper, *children_of(keeper), grandchild]
     assert len(descendants) == 3
     driver.kill()
     await driver.wait()
@@ -216,13 +217,13 @@ signal.pause()
 async def test_kill_9_of_the_driver_leaves_no_scratch_directory(tmp_path: Path, reports: Reports) -> None:
     driver = await asyncio.create_subprocess_exec(sys.executable, "-c", DRIVER_WITH_FILES, str(tmp_path))
     await reports.next()
-    (guardian,) = children_of(driver.pid)
+    (keeper,) = children_of(driver.pid)
     (name,) = (name for name in os.listdir(tmp_path) if name.startswith("areal-"))
     directory = tmp_path / name
     assert directory.stat().st_mode & 0o777 == 0o700
     driver.kill()
     await driver.wait()
-    await wait_until_gone(guardian)
+    await wait_until_gone(keeper)
     assert not directory.exists()
 
 

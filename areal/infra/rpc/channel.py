@@ -4,7 +4,9 @@ Invariants:
 - a call ends in exactly one way: an answer, the remote error, its deadline, or `ChannelClosed`;
 - a caller that stops waiting (deadline, cancellation) cancels the handler at the other end;
 - when the peer is gone, pending calls fail, its handlers here are cancelled, and `closed` resolves;
-- frames sent in one tick of the loop leave in one write; calls and answers wait while the peer reads too slowly.
+- messages sent in one tick of the loop leave in one sealed frame (frames.py), or in several if they are large;
+- a frame that the peer did not seal ends the channel, and nothing of it is looked at;
+- calls and answers wait while the peer reads too slowly.
 
 Asynchronous handlers run as tasks that the channel owns. Synchronous ones run inside the reader, so they must return at
 once and little. An exception crosses the channel as itself if it is one of `areal.api.errors`, else as `RemoteError`.
@@ -23,12 +25,12 @@ from typing import Any, NamedTuple
 
 from areal.api import errors
 from areal.api.errors import ArealError
+from areal.infra.rpc.frames import MAX_FRAME_BYTES, FrameError, Opener, Sealer, Seals
 from areal.infra.rpc.wire import Wire
 from areal.utils.logging import getLogger
 
 HEADER = struct.Struct(">IBQ")
 """Payload length, kind, call id."""
-MAX_FRAME_BYTES = 256 << 20
 CHUNK_BYTES = 1 << 18
 FLUSH_BYTES = 1 << 18
 UNSENT_BYTES = 1 << 20
@@ -55,10 +57,6 @@ class RemoteError(ArealError):
             self.add_note(f"\nraised in {peer}:\n{remote_traceback}")
 
 
-class FrameError(ValueError):
-    """A frame that is too large, or bytes that are not a frame."""
-
-
 class Channel:
     """Made by `connect` and `serve` (rpc/connect.py) inside a running event loop, to which it belongs."""
 
@@ -66,6 +64,7 @@ class Channel:
         self,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
+        seals: Seals,
         wire: Wire,
         peer: str,
         handlers: Mapping[str, Handler] | None = None,
@@ -75,7 +74,8 @@ class Channel:
         """Who is at the other end, for messages to people."""
         self.handlers: dict[str, Handler] = dict(handlers or {})
         """What the peer may call; the owner may add to it."""
-        self._frames = _FrameWriter(writer, max_frame_bytes)
+        sealer, opener = seals
+        self._messages = _MessageWriter(writer, sealer, max_frame_bytes)
         self._wire = wire
         self._loop = asyncio.get_running_loop()
         self._ids = itertools.count(1)
@@ -84,7 +84,7 @@ class Channel:
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed: asyncio.Future[str] = self._loop.create_future()
         self._reading = self._loop.create_task(
-            self._read(reader, _FrameBuffer(max_frame_bytes)), name=f"read from {peer}"
+            self._read(reader, _MessageReader(opener, max_frame_bytes)), name=f"read from {peer}"
         )
 
     @property
@@ -103,25 +103,25 @@ class Channel:
         try:
             async with asyncio.timeout(timeout_seconds):
                 await self.drain()
-                self._frames.send(_FrameKind.CALL, call_id, request)
+                self._messages.send(_Kind.CALL, call_id, request)
                 answer = self._waiting[call_id] = self._loop.create_future()
                 return await answer
         except TimeoutError:
             raise TimeoutError(f"{self.peer} did not answer {method!r} within {timeout_seconds} s") from None
         finally:
             if self._waiting.pop(call_id, None) is not None and self.is_open:
-                self._frames.send(_FrameKind.CANCEL, call_id)
+                self._messages.send(_Kind.CANCEL, call_id)
 
     def notify(self, method: str, *args: Any) -> None:
         """Run the peer's handler `method` without waiting. Between many of these, await `drain()`."""
         self._require_open()
-        self._frames.send(_FrameKind.NOTIFY, 0, self._wire.pack([method, *args]))
+        self._messages.send(_Kind.NOTIFY, 0, self._wire.pack([method, *args]))
 
     async def drain(self) -> None:
         """Wait while much is unsent because the peer reads too slowly."""
         self._require_open()
         with suppress(ConnectionError):  # the next line raises ChannelClosed for it
-            await self._frames.drain()
+            await self._messages.drain()
         self._require_open()
 
     async def close(self) -> None:
@@ -130,96 +130,97 @@ class Channel:
         tasks = self._tasks | {self._reading}
         if others := tasks - {asyncio.current_task()}:
             await asyncio.wait(others, timeout=CLOSE_SECONDS)
-        await self._frames.wait_closed(CLOSE_SECONDS)
+        await self._messages.wait_closed(CLOSE_SECONDS)
 
     def _require_open(self) -> None:
         if not self.is_open:
             raise ChannelClosed(f"the channel to {self.peer} is closed: {self._closed.result()}")
 
-    async def _read(self, reader: asyncio.StreamReader, buffer: "_FrameBuffer") -> None:
+    async def _read(self, reader: asyncio.StreamReader, messages: "_MessageReader") -> None:
         reason = "the peer disconnected"
         try:
             while chunk := await reader.read(CHUNK_BYTES):
-                for frame in buffer.feed(chunk):
-                    self._receive(frame)
+                for message in messages.feed(chunk):
+                    self._receive(message)
+            messages.end()
         except (OSError, FrameError) as error:
             reason = f"{type(error).__name__}: {error}"
         finally:
             self._end(reason)
 
-    def _receive(self, frame: "_Frame") -> None:
-        if frame.kind in (_FrameKind.CALL, _FrameKind.NOTIFY):
-            self._handle(frame)
-        elif frame.kind is _FrameKind.CANCEL:
-            if (task := self._running.pop(frame.call_id, None)) is not None:
+    def _receive(self, message: "_Message") -> None:
+        if message.kind in (_Kind.CALL, _Kind.NOTIFY):
+            self._handle(message)
+        elif message.kind is _Kind.CANCEL:
+            if (task := self._running.pop(message.call_id, None)) is not None:
                 task.cancel()
-        elif (answer := self._waiting.pop(frame.call_id, None)) is not None and not answer.done():
-            self._resolve(answer, frame)
+        elif (answer := self._waiting.pop(message.call_id, None)) is not None and not answer.done():
+            self._resolve(answer, message)
 
-    def _resolve(self, answer: asyncio.Future[Any], frame: "_Frame") -> None:
+    def _resolve(self, answer: asyncio.Future[Any], message: "_Message") -> None:
         try:
-            content = self._wire.unpack(frame.payload)
+            content = self._wire.unpack(message.payload)
         except Exception as error:
             answer.set_exception(error)
             return
-        if frame.kind is _FrameKind.RESULT:
+        if message.kind is _Kind.RESULT:
             answer.set_result(content)
         else:
             answer.set_exception(_load_error(self.peer, content))
 
-    def _handle(self, frame: "_Frame") -> None:
+    def _handle(self, message: "_Message") -> None:
         try:
-            method, *args = self._wire.unpack(frame.payload)
+            method, *args = self._wire.unpack(message.payload)
             outcome = self._handler(method)(*args)
         except Exception as error:
-            self._answer_error(frame, error)
+            self._answer_error(message, error)
             return
         if inspect.isawaitable(outcome):
-            self._start(frame, outcome)
+            self._start(message, outcome)
         else:
-            self._answer(frame, outcome)
+            self._answer(message, outcome)
 
     def _handler(self, method: str) -> Handler:
         if method not in self.handlers:
             raise LookupError(f"there is no handler {method!r}; there are {sorted(self.handlers)}")
         return self.handlers[method]
 
-    def _start(self, frame: "_Frame", outcome: Awaitable[Any]) -> None:
-        task = self._loop.create_task(self._run(frame, outcome))
+    def _start(self, message: "_Message", outcome: Awaitable[Any]) -> None:
+        task = self._loop.create_task(self._run(message, outcome))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        if frame.kind is _FrameKind.CALL:
-            self._running[frame.call_id] = task
+        if message.kind is _Kind.CALL:
+            self._running[message.call_id] = task
 
-    async def _run(self, frame: "_Frame", outcome: Awaitable[Any]) -> None:
+    async def _run(self, message: "_Message", outcome: Awaitable[Any]) -> None:
         try:
             result = await outcome
         except asyncio.CancelledError as error:
-            if frame.call_id in self._running:  # it cancelled itself: the caller still waits
-                self._answer_error(frame, error)
+            if message.call_id in self._running:  # it cancelled itself: the caller still waits
+                self._answer_error(message, error)
             raise
         except Exception as error:
-            self._answer_error(frame, error)
+            self._answer_error(message, error)
         else:
             with suppress(ChannelClosed):  # the caller is gone
                 await self.drain()
-                self._answer(frame, result)
+                self._answer(message, result)
         finally:
-            self._running.pop(frame.call_id, None)
+            self._running.pop(message.call_id, None)
 
-    def _answer(self, frame: "_Frame", result: Any) -> None:
-        if frame.kind is _FrameKind.NOTIFY or not self.is_open:
+    def _answer(self, message: "_Message", result: Any) -> None:
+        if message.kind is _Kind.NOTIFY or not self.is_open:
             return
         try:
-            self._frames.send(_FrameKind.RESULT, frame.call_id, self._wire.pack(result))
+            self._messages.send(_Kind.RESULT, message.call_id, self._wire.pack(result))
         except Exception as error:
-            self._answer_error(frame, error)
+            self._answer_error(message, error)
 
-    def _answer_error(self, frame: "_Frame", error: BaseException) -> None:
-        if frame.kind is _FrameKind.NOTIFY:
+    def _answer_error(self, message: "_Message", error: BaseException) -> None:
+        if message.kind is _Kind.NOTIFY:
             logger.error("a message from %s failed", self.peer, exc_info=error)
         elif self.is_open:
-            self._frames.send(_FrameKind.ERROR, frame.call_id, self._wire.pack(_dump_error(error)))
+            self._messages.send(_Kind.ERROR, message.call_id, self._wire.pack(_dump_error(error)))
 
     def _end(self, reason: str) -> None:
         """Fail what waits here, cancel what runs here, and let the transport send what is queued."""
@@ -233,7 +234,7 @@ class Channel:
         self._running.clear()
         for task in (self._tasks | {self._reading}) - {asyncio.current_task()}:
             task.cancel()
-        self._frames.close()
+        self._messages.close()
 
 
 def _dump_error(error: BaseException) -> list[str]:
@@ -255,7 +256,7 @@ def _known(name: str) -> type[ArealError] | None:
     return getattr(errors, name) if name in errors.__all__ else None
 
 
-class _FrameKind(IntEnum):
+class _Kind(IntEnum):
     CALL = 1
     """[method, *arguments]; an answer is wanted."""
     NOTIFY = 2
@@ -268,31 +269,32 @@ class _FrameKind(IntEnum):
     """Empty: the caller no longer waits."""
 
 
-class _Frame(NamedTuple):
-    kind: _FrameKind
+class _Message(NamedTuple):
+    kind: _Kind
     call_id: int
     payload: bytes
 
 
-class _FrameWriter:
-    """Gathers the frames of one tick of the event loop and writes them together."""
+class _MessageWriter:
+    """Gathers the messages of one tick of the event loop and sends them as one frame."""
 
-    def __init__(self, writer: asyncio.StreamWriter, max_bytes: int = MAX_FRAME_BYTES) -> None:
+    def __init__(self, writer: asyncio.StreamWriter, sealer: Sealer, max_bytes: int) -> None:
         self._writer = writer
         writer.transport.set_write_buffer_limits(high=UNSENT_BYTES)
+        self._sealer = sealer
         self._max_bytes = max_bytes
         self._loop = asyncio.get_running_loop()
         self._gathered: list[bytes] = []
         self._gathered_bytes = 0
 
-    def send(self, kind: _FrameKind, call_id: int, payload: bytes = b"") -> None:
+    def send(self, kind: _Kind, call_id: int, payload: bytes = b"") -> None:
         if len(payload) > self._max_bytes:
             raise FrameError(
-                f"a frame must be at most {self._max_bytes} bytes, got {len(payload)}; send it in parts or by file"
+                f"a message must be at most {self._max_bytes} bytes, got {len(payload)}; send it in parts or by file"
             )
         if not self._gathered:
             self._loop.call_soon(self._flush)
-        self._gathered.append(HEADER.pack(len(payload), kind, call_id) + payload)
+        self._gathered += (HEADER.pack(len(payload), kind, call_id), payload)
         self._gathered_bytes += HEADER.size + len(payload)
         if self._gathered_bytes > FLUSH_BYTES:  # the transport must see it, or `drain` would let the whole tick through
             self._flush()
@@ -319,35 +321,37 @@ class _FrameWriter:
 
     def _flush(self) -> None:
         if self._gathered and not self._writer.is_closing():
-            self._writer.write(b"".join(self._gathered))
+            self._writer.write(self._sealer.seal(b"".join(self._gathered)))
         self._gathered.clear()
         self._gathered_bytes = 0
 
 
-class _FrameBuffer:
-    """Cuts a stream of bytes into frames."""
+class _MessageReader:
+    """Opens the peer's frames and takes them apart into messages."""
 
-    def __init__(self, max_bytes: int = MAX_FRAME_BYTES) -> None:
+    def __init__(self, opener: Opener, max_bytes: int) -> None:
+        self._opener = opener
+        opener.max_bytes = FLUSH_BYTES + HEADER.size + max_bytes  # what a writer gathers at most, and one message more
         self._max_bytes = max_bytes
-        self._pending = bytearray()
 
-    def feed(self, chunk: bytes) -> Iterator[_Frame]:
-        """The frames that `chunk` completes. Consume them all before feeding the next chunk."""
-        pending = self._pending
-        pending += chunk
-        start = 0
-        while len(pending) - start >= HEADER.size:
-            size, kind, call_id = HEADER.unpack_from(pending, start)
-            self._check(size, kind)
-            begin = start + HEADER.size
-            if len(pending) < begin + size:
-                break
-            start = begin + size
-            yield _Frame(_FrameKind(kind), call_id, bytes(pending[begin:start]))
-        del pending[:start]
+    def feed(self, chunk: bytes) -> Iterator[_Message]:
+        """The messages that `chunk` completes."""
+        for content in self._opener.feed(chunk):
+            start = 0
+            while start < len(content):
+                begin = start + HEADER.size
+                size, kind, call_id = HEADER.unpack_from(content, start) if begin <= len(content) else (0, 0, 0)
+                self._check(size, kind)
+                start = begin + size
+                yield _Message(_Kind(kind), call_id, content[begin:start])
+
+    def end(self) -> None:
+        """The peer sends no more; raises FrameError if it was cut off."""
+        if not self._opener.is_between_frames:
+            raise FrameError("the peer disconnected in the middle of a frame")
 
     def _check(self, size: int, kind: int) -> None:
         if size > self._max_bytes:
-            raise FrameError(f"a frame must be at most {self._max_bytes} bytes, the peer announced {size}")
-        if not _FrameKind.CALL <= kind <= _FrameKind.CANCEL:
-            raise FrameError(f"a frame's kind must lie in 1..5, the peer sent {kind}; it speaks another protocol")
+            raise FrameError(f"a message must be at most {self._max_bytes} bytes, the peer announced {size}")
+        if not _Kind.CALL <= kind <= _Kind.CANCEL:
+            raise FrameError(f"a message's kind must lie in 1..5, the peer sent {kind}; it speaks another protocol")

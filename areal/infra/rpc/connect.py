@@ -1,7 +1,7 @@
 """How channels come about: `connect` to an address, `serve` one, and how the processes of a run find the driver.
 
-An address is `unix:PATH` or `tcp:HOST:PORT`; port 0 takes a free one. Before any frame is read, both ends prove within
-a deadline that they know a secret, which itself never travels (empty = any process that can reach the address).
+Before any frame is read, both ends prove within a deadline that they know a secret, which itself never travels; what
+follows is sealed with it (frames.py). An empty secret lets in any process that can reach the address.
 
 Every process of a run connects to the driver and says who it is. It finds the address in its environment. The run's
 secret comes on its standard input and is read once: unlike arguments and environments, it cannot be read there by the
@@ -9,8 +9,6 @@ agents that the process starts. A process whose channel to the driver closes has
 """
 
 import asyncio
-import hashlib
-import hmac
 import os
 import secrets
 from collections.abc import Callable, Mapping
@@ -21,18 +19,15 @@ from typing import Any
 
 from areal.api.errors import ArealError, ProcessDied
 from areal.infra.heartbeat import start_beating
-from areal.infra.rpc.channel import MAX_FRAME_BYTES, Channel, ChannelClosed, Handler
+from areal.infra.rpc.channel import Channel, ChannelClosed, Handler
+from areal.infra.rpc.frames import MAX_FRAME_BYTES, HandshakeRefused
+from areal.infra.rpc.sockets import dial, handshake_as_caller, handshake_as_listener, listen, unix_path
 from areal.infra.rpc.wire import Wire
 from areal.infra.scheduler.base import Placement
 from areal.utils.logging import getLogger
 
 ADDRESS_VARIABLE = "AREAL_DRIVER_ADDRESS"
 STANDARD_INPUT = 0
-NONCE_BYTES = 32
-MAC_BYTES = hashlib.sha256().digest_size
-READ_LIMIT_BYTES = 1 << 20
-UNIX_PATH_BYTES = 107
-BACKLOG = 1024
 logger = getLogger("connect")
 
 
@@ -50,9 +45,9 @@ async def connect(
     peer = peer or address
     try:
         async with asyncio.timeout(timeout_seconds):
-            reader, writer = await _dial(address)
+            reader, writer = await dial(address)
             try:
-                await handshake_as_caller(reader, writer, secret)
+                seals = await handshake_as_caller(reader, writer, secret)
             except BaseException:
                 writer.close()
                 raise
@@ -60,7 +55,7 @@ async def connect(
         raise ChannelClosed(f"{peer} at {address} did not answer within {timeout_seconds} s") from None
     except (OSError, HandshakeRefused) as error:
         raise ChannelClosed(f"cannot connect to {peer} at {address}: {error}") from None
-    return Channel(reader, writer, wire, peer, handlers, max_frame_bytes)
+    return Channel(reader, writer, seals, wire, peer, handlers, max_frame_bytes)
 
 
 async def serve(
@@ -79,17 +74,17 @@ async def serve(
     async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             async with asyncio.timeout(handshake_seconds):
-                await handshake_as_listener(reader, writer, secret)
+                seals = await handshake_as_listener(reader, writer, secret)
         except (HandshakeRefused, OSError) as error:  # TimeoutError is an OSError
             logger.warning("refused a connection to %s: %s", address, error or "the handshake timed out")
             writer.close()
             return
-        channel = Channel(reader, writer, wire, peer, None, max_frame_bytes)
+        channel = Channel(reader, writer, seals, wire, peer, None, max_frame_bytes)
         channels.add(channel)
         channel.closed.add_done_callback(lambda _: channels.discard(channel))
         on_channel(channel)
 
-    server, bound = await _listen(address, accept)
+    server, bound = await listen(address, accept)
     return Listener(server, bound, channels)
 
 
@@ -110,7 +105,7 @@ class Listener:
         await self._server.wait_closed()
         if self.address.startswith("unix:"):
             with suppress(FileNotFoundError):
-                os.unlink(_unix_path(self.address))
+                os.unlink(unix_path(self.address))
 
 
 @dataclass
@@ -239,77 +234,3 @@ def _why_absent(placement: Placement, timeout_seconds: float) -> str:
         f"{placement.name} (pid {placement.pid}) did not connect to the driver within {timeout_seconds} s; "
         f"its log is {placement.log_path}"
     )
-
-
-class HandshakeRefused(Exception):
-    """The other end does not know the secret, or does not speak this protocol."""
-
-
-async def handshake_as_listener(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes) -> None:
-    """Listener: a nonce. Caller: its own nonce and a MAC over both. Listener: a MAC over both with another label."""
-    ours = secrets.token_bytes(NONCE_BYTES)
-    writer.write(ours)
-    theirs = await _read(reader, NONCE_BYTES)
-    _verify(await _read(reader, MAC_BYTES), _mac(secret, b"caller", ours + theirs))
-    writer.write(_mac(secret, b"listener", ours + theirs))
-
-
-async def handshake_as_caller(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes) -> None:
-    theirs = await _read(reader, NONCE_BYTES)
-    ours = secrets.token_bytes(NONCE_BYTES)
-    writer.write(ours + _mac(secret, b"caller", theirs + ours))
-    _verify(await _read(reader, MAC_BYTES), _mac(secret, b"listener", theirs + ours))
-
-
-async def _read(reader: asyncio.StreamReader, size: int) -> bytes:
-    try:
-        return await reader.readexactly(size)
-    except (asyncio.IncompleteReadError, ConnectionError):
-        raise HandshakeRefused("it disconnected during the handshake; the secrets may differ") from None
-
-
-def _mac(secret: bytes, label: bytes, message: bytes) -> bytes:
-    return hmac.digest(secret, label + message, "sha256")
-
-
-def _verify(received: bytes, expected: bytes) -> None:
-    if not hmac.compare_digest(received, expected):
-        raise HandshakeRefused("it does not know the secret")
-
-
-async def _dial(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    if address.startswith("unix:"):
-        return await asyncio.open_unix_connection(_unix_path(address), limit=READ_LIMIT_BYTES)
-    host, port = _host_and_port(address)
-    return await asyncio.open_connection(host, port, limit=READ_LIMIT_BYTES)
-
-
-async def _listen(address: str, accept: Callable[..., Any]) -> tuple[asyncio.Server, str]:
-    """The server, and its address with the real port."""
-    if address.startswith("unix:"):
-        path = _unix_path(address)
-        unix = await asyncio.start_unix_server(accept, path, limit=READ_LIMIT_BYTES, backlog=BACKLOG)
-        os.chmod(path, 0o600)
-        return unix, address
-    host, port = _host_and_port(address)
-    tcp = await asyncio.start_server(accept, host, port, limit=READ_LIMIT_BYTES, backlog=BACKLOG)
-    return tcp, f"tcp:{host}:{tcp.sockets[0].getsockname()[1]}"
-
-
-def _unix_path(address: str) -> str:
-    path = address.removeprefix("unix:")
-    if not 0 < len(os.fsencode(path)) <= UNIX_PATH_BYTES:
-        raise ArealError(
-            f"a Unix socket's path must have 1 to {UNIX_PATH_BYTES} bytes, got {len(os.fsencode(path))}: {path!r}; "
-            "put it in a directory with a shorter name"
-        )
-    return path
-
-
-def _host_and_port(address: str) -> tuple[str, int]:
-    kind, _, rest = address.partition(":")
-    host, _, port = rest.rpartition(":")
-    with suppress(ValueError):
-        if kind == "tcp" and host:
-            return host, int(port)
-    raise ArealError(f"an address must be unix:PATH or tcp:HOST:PORT, got {address!r}")

@@ -150,15 +150,3 @@ def child_environment(environ: Mapping[str, str]) -> dict[str, str]:
     withheld = {*(name for name, value in ALONE.items() if environ.get(name) == value), ADMIN_KEY_VARIABLE}
     chosen = {name: value for name, value in environ.items() if name not in withheld}
     return SHARING | {"PYTHONUNBUFFERED": "1"} | chosen | bypass_proxies(environ)
-
-
-class Scheduler(Protocol):
-    async def start(self, command: Command) -> Placement: ...
-
-    def scratch(self, parent: Path) -> Path:
-        """A new directory in `parent`, for this user only. It is removed at `close`, or when the driver is killed."""
-        ...
-
-    async def close(self) -> None:
-        """Stop whatever still runs, and remove the scratch directories."""
-        ...

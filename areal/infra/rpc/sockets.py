@@ -1,0 +1,117 @@
+"""Connections between the processes of a run: addresses, dialling, listening, and the handshake on a new connection.
+
+An address is `unix:PATH` or `tcp:HOST:PORT`; port 0 takes a free one. Both ends of a TCP connection notice within
+seconds that the other host is gone.
+"""
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from areal.api.errors import ArealError
+from areal.infra.rpc.frames import (
+    NONCE_BYTES,
+    PROOF_BYTES,
+    HandshakeRefused,
+    Seals,
+    caller_proof,
+    caller_seals,
+    listener_proof,
+    listener_seals,
+    new_nonce,
+    notice_loss,
+    verify,
+)
+
+READ_LIMIT_BYTES = 1 << 20
+UNIX_PATH_BYTES = 107
+BACKLOG = 1024
+DISCARD_PORT = 9
+"""Any port will do: nothing is sent there."""
+
+
+async def handshake_as_listener(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes) -> Seals:
+    ours = new_nonce()
+    writer.write(ours)
+    nonces = ours + await _read(reader, NONCE_BYTES)
+    verify(await _read(reader, PROOF_BYTES), caller_proof(secret, nonces))
+    writer.write(listener_proof(secret, nonces))
+    return listener_seals(secret, nonces)
+
+
+async def handshake_as_caller(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes) -> Seals:
+    theirs, ours = await _read(reader, NONCE_BYTES), new_nonce()
+    nonces = theirs + ours
+    writer.write(ours + caller_proof(secret, nonces))
+    verify(await _read(reader, PROOF_BYTES), listener_proof(secret, nonces))
+    return caller_seals(secret, nonces)
+
+
+async def dial(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    if address.startswith("unix:"):
+        return await asyncio.open_unix_connection(unix_path(address), limit=READ_LIMIT_BYTES)
+    host, port = host_and_port(address)
+    reader, writer = await asyncio.open_connection(host, port, limit=READ_LIMIT_BYTES)
+    notice_loss(writer.get_extra_info("socket"))
+    return reader, writer
+
+
+async def listen(
+    address: str, accept: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Any]
+) -> tuple[asyncio.Server, str]:
+    """The server, and its address with the real port."""
+    if address.startswith("unix:"):
+        path = unix_path(address)
+        unix = await asyncio.start_unix_server(accept, path, limit=READ_LIMIT_BYTES, backlog=BACKLOG)
+        os.chmod(path, 0o600)
+        return unix, address
+
+    async def accept_tcp(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        notice_loss(writer.get_extra_info("socket"))
+        await accept(reader, writer)
+
+    host, port = host_and_port(address)
+    tcp = await asyncio.start_server(accept_tcp, host, port, limit=READ_LIMIT_BYTES, backlog=BACKLOG)
+    return tcp, f"tcp:{host}:{tcp.sockets[0].getsockname()[1]}"
+
+
+def unix_path(address: str) -> str:
+    path = address.removeprefix("unix:")
+    if not 0 < len(os.fsencode(path)) <= UNIX_PATH_BYTES:
+        raise ArealError(
+            f"a Unix socket's path must have 1 to {UNIX_PATH_BYTES} bytes, got {len(os.fsencode(path))}: {path!r}; "
+            "put it in a directory with a shorter name"
+        )
+    return path
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    kind, _, rest = address.partition(":")
+    host, _, port = rest.rpartition(":")
+    with suppress(ValueError):
+        if kind == "tcp" and host:
+            return host, int(port)
+    raise ArealError(f"an address must be unix:PATH or tcp:HOST:PORT, got {address!r}")
+
+
+def address_towards(host: str) -> str:
+    """This machine's address on the network through which it reaches `host`, for listeners that `host` is to reach."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, DISCARD_PORT))  # chooses a route; a datagram socket sends nothing for it
+            address: str = probe.getsockname()[0]
+    except OSError as error:
+        raise ArealError(
+            f"this machine must have a route to {host!r}, got: {error}; set scheduler.address to its own address"
+        ) from None
+    return address
+
+
+async def _read(reader: asyncio.StreamReader, size: int) -> bytes:
+    try:
+        return await reader.readexactly(size)
+    except (asyncio.IncompleteReadError, ConnectionError):
+        raise HandshakeRefused("it disconnected during the handshake; the secrets may differ") from None
