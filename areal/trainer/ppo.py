@@ -15,6 +15,7 @@ import torch
 from areal.api.messages import GroupResult
 from areal.config.experiment import PPOConfig
 from areal.dataset import TaskSource, get_custom_dataset, read_tasks
+from areal.engine.model.device import find_device
 from areal.engine.models import find_model
 from areal.rollout.admission import Admission
 from areal.rollout.loading import Workflow, WorkflowSpec, check
@@ -48,6 +49,8 @@ class PPOTrainer(Trainer):
         else:
             named = config.valid_dataset.path
             self._valid = get_custom_dataset("test", dataset_config=config.valid_dataset) if named else []
+        if config.scheduler.type == "local":  # else the engine's machine is another
+            find_device(config.rollout.device, "rollout.device")
         super().__init__(config, tasks)
 
     def train(
@@ -99,7 +102,7 @@ class PPOTrainer(Trainer):
             directory=parts.directory.path,
             stale_samples=config.rollout.max_head_offpolicyness > 0,
             seen_difference=account.max_logprob_difference or 0.0,
-            same_arithmetic=config.rollout.dtype == "float32",
+            same_arithmetic=config.rollout.dtype == config.actor.dtype == "float32",
         )
 
 

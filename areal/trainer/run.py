@@ -16,6 +16,7 @@ from typing import Any
 
 from areal.api.errors import RunExists
 from areal.config.experiment import ExperimentConfig
+from areal.engine.model.device import find_device
 from areal.engine.models import find_model, open_trainable
 from areal.engine.training.engine import TrainingEngine
 from areal.trainer import display
@@ -55,6 +56,7 @@ class Trainer(Closing):
     def __init__(self, config: ExperimentConfig, tasks: list[dict[str, Any]]) -> None:
         """A built-in model is made now unless the cache has it."""
         self.config = config
+        find_device(config.actor.device, "actor.device")
         self._tasks = tasks
         by_epochs = config.total_train_epochs * len(tasks) // config.train_dataset.batch_size
         self._total_steps = config.total_train_steps or max(1, by_epochs)
@@ -99,10 +101,11 @@ class Trainer(Closing):
 
     def _open_engine(self, model: Path, optimizer_steps: int = 0, checkpointing: bool = False) -> TrainingEngine:
         return TrainingEngine(
-            open_trainable(model, gradient_checkpointing=checkpointing),
+            open_trainable(model, gradient_checkpointing=checkpointing, device=self.config.actor.device),
             self.config.actor.optimizer,
             total_steps=optimizer_steps,
             max_tokens_per_mb=self.config.actor.max_tokens_per_mb,
+            dtype=self.config.actor.dtype,
         )
 
 
