@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
+from processes import Reports
 
 from areal.infra.rpc.channel import Channel, Handler
 from areal.infra.rpc.connect import connect, serve
@@ -52,6 +53,15 @@ def make_pair(stack: AsyncExitStack, tmp_path: Path) -> Callable[..., object]:
         return caller, accepted[0]
 
     return make
+
+
+@pytest.fixture
+async def reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Reports]:
+    reports = Reports(tmp_path / "r")
+    monkeypatch.setenv("REPORT", reports.path)
+    server = await reports.listen()
+    yield reports
+    server.close()
 
 
 @pytest.fixture

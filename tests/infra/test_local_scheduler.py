@@ -4,79 +4,18 @@ import signal
 import stat
 import sys
 import threading
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import REPORT, SLEEP, STUBBORN, WITH_CHILD, Reports, children_of, is_running, wait_until_gone
 
 from areal.api.errors import ConfigError
 from areal.config.keys import ADMIN_KEY_VARIABLE
 from areal.infra.scheduler import Command, LocalScheduler, make_scheduler
 
 pytestmark = pytest.mark.slow
-
-REPORT = """
-import os, signal, socket, subprocess, sys
-
-def report(*numbers):
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(os.environ["REPORT"])
-        connection.sendall(" ".join(map(str, numbers)).encode())
-"""
-SLEEP = REPORT + "report(os.getpid()); signal.pause()"
-STUBBORN = REPORT + "signal.signal(signal.SIGTERM, signal.SIG_IGN); report(os.getpid()); signal.pause()"
-WITH_CHILD = REPORT + f"subprocess.run([sys.executable, '-c', {STUBBORN!r}])"
-
-
-class Reports:
-    """What processes say when they are ready."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = str(path)
-        self._queue: asyncio.Queue[list[int]] = asyncio.Queue()
-
-    async def listen(self) -> asyncio.Server:
-        return await asyncio.start_unix_server(self._receive, self.path)
-
-    async def next(self) -> list[int]:
-        return await asyncio.wait_for(self._queue.get(), 30)
-
-    async def _receive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._queue.put_nowait([int(number) for number in (await reader.read()).split()])
-        writer.close()
-
-
-@pytest.fixture
-async def reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Reports]:
-    reports = Reports(tmp_path / "r")
-    monkeypatch.setenv("REPORT", reports.path)
-    server = await reports.listen()
-    yield reports
-    server.close()
-
-
-async def wait_until_gone(pid: int) -> None:
-    """Return when that process has ended."""
-    try:
-        descriptor = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return
-    ended = asyncio.Event()
-    asyncio.get_running_loop().add_reader(descriptor, ended.set)
-    try:
-        await asyncio.wait_for(ended.wait(), 10)
-    finally:
-        asyncio.get_running_loop().remove_reader(descriptor)
-        os.close(descriptor)
-
-
-def is_running(pid: int) -> bool:
-    return os.path.exists(f"/proc/{pid}")
-
-
-def children_of(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 async def test_output_goes_to_the_log_and_the_exit_code_comes_back(start: Any, tmp_path: Path) -> None:

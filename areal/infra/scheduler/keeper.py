@@ -73,6 +73,8 @@ class Keeper:
         self._watch: FreezeWatch | None = None
         self._command: subprocess.Popen[bytes] | None = None
         self._code: int | None = None
+        self._refused = ""
+        """Why the command could not be started."""
         self._directories: list[str] = []
         self._kill_at = float("inf")
         self._command_by = time.monotonic() + COMMAND_SECONDS
@@ -87,7 +89,7 @@ class Keeper:
         address = self._connection.getsockname()[0]
         self._send(HELLO, {"number": number, "host": socket.gethostname(), "pid": os.getpid(), "address": address})
         try:
-            while self._code is None and not self._lost:
+            while self._code is None and not self._refused and not self._lost:
                 self._turn()
         finally:
             self._end()
@@ -138,9 +140,9 @@ class Keeper:
         self._beats, beating = os.pipe()
         given, giving = os.pipe()
         try:
-            self._directories += directories  # before they exist, so that none is left if one cannot be made
             for directory in directories:
                 os.mkdir(directory, 0o700)
+                self._directories.append(directory)  # only now: one that was there is not ours to remove
             with open(giving, "wb") as pipe:
                 pipe.write(bytes.fromhex(stdin))
             self._command = subprocess.Popen(
@@ -154,8 +156,7 @@ class Keeper:
                 preexec_fn=die_with_parent,
             )
         except OSError as error:
-            self._send(REFUSED, str(error).encode())
-            self._lost = True
+            self._refused = str(error)
             return
         finally:
             for end in (printing, beating, given):
@@ -239,13 +240,13 @@ class Keeper:
         """Leave nothing behind, then say how the command ended, if there is someone to say it to."""
         complete = end_descendants()
         _remove(self._directories)
-        if self._lost or self._code is None:
-            self._say_goodbye()
-            return
-        while self._printed in self._selector.get_map() and self._read_output():
-            pass
-        self._send(OUTPUT, self._output.rest())
-        self._send(EXIT, {"code": self._code, "complete": complete})
+        if self._refused:
+            self._send(REFUSED, self._refused.encode())
+        elif self._code is not None:
+            while self._printed in self._selector.get_map() and self._read_output():
+                pass
+            self._send(OUTPUT, self._output.rest())
+            self._send(EXIT, {"code": self._code, "complete": complete})
         self._say_goodbye()
 
     def _say_goodbye(self) -> None:

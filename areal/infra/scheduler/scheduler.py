@@ -80,6 +80,7 @@ class Scheduler:
         number = next(self._numbers)
         self._arriving[number] = asyncio.get_running_loop().create_future()
         launched: Launched | None = None
+        line: _Line | None = None
         try:
             ask = command.ask or Ask(command.name)
             await self._open(ask)
@@ -90,8 +91,10 @@ class Scheduler:
             await process.begin(command)
         except BaseException:
             log.close()
+            if line is not None:
+                line.close()  # its keeper then leaves nothing behind
             if launched is not None:
-                await launched.kill()
+                await _until_gone(launched, KILL_SECONDS if line is not None else 0.0)
             raise
         finally:
             self._arriving.pop(number)
@@ -226,9 +229,7 @@ class KeptProcess:
 
     async def until_gone(self) -> None:
         """Wait for the end of the keeper, too."""
-        await asyncio.wait({self._launched.ended}, timeout=KILL_SECONDS)
-        if not self._launched.ended.done():
-            await self._launched.kill()
+        await _until_gone(self._launched, KILL_SECONDS)
 
     @property
     def _running(self) -> asyncio.Task[int]:
@@ -244,7 +245,12 @@ class KeptProcess:
                 elif kind == keeper.FROZEN:
                     self._how = f"was frozen ({content.decode(errors='replace')}), so it was killed"
                 elif kind == keeper.EXIT:
-                    return int(json.loads(content)["code"])
+                    words = json.loads(content)
+                    if not words["complete"]:
+                        logger.warning(
+                            "%s left a process on %s that does not end even when killed", self.name, self.host
+                        )
+                    return int(words["code"])
         except (EOFError, OSError, FrameError) as error:
             self._how = f"was lost with its keeper: {await self._why_lost(error)}"
             return -signal.SIGKILL
@@ -361,6 +367,13 @@ class _Scratch:
             assert self._holder.stdin is not None
             self._holder.stdin.write(json.dumps(what).encode() + b"\n")
             self._holder.stdin.flush()
+
+
+async def _until_gone(launched: Launched, seconds: float) -> None:
+    """Wait for the end of a keeper; end it by force if it takes longer."""
+    await asyncio.wait({launched.ended}, timeout=seconds)
+    if not launched.ended.done():
+        await launched.kill()
 
 
 def _open_log(path: Path) -> BinaryIO:
