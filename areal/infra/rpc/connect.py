@@ -203,12 +203,17 @@ async def connect_to_driver(
     handlers: Mapping[str, Handler] | None = None,
     *,
     wire: Wire,
+    secret: bytes | None = None,
     timeout_seconds: float = 60.0,
 ) -> Channel:
-    """The process's end: a channel to the driver, and signs of life. When it closes, the process should end."""
+    """The process's end: a channel to the driver, and signs of life. When it closes, the process should end.
+
+    `secret`: what `read_secret` gave, for a process that needs it itself; None = it is read here.
+    """
     start_beating()
     address = os.environ.get(ADDRESS_VARIABLE)
-    secret = b"" if address is None else _read_secret()
+    if secret is None:
+        secret = b"" if address is None else read_secret()
     if address is None or not secret:
         raise ArealError(
             f"{role} {index} must be started by a driver, which sets {ADDRESS_VARIABLE} and sends its secret"
@@ -218,8 +223,8 @@ async def connect_to_driver(
     return channel
 
 
-def _read_secret() -> bytes:
-    """All of the standard input, which is empty from then on, here and in every process that this one starts."""
+def read_secret() -> bytes:
+    """The run's secret: all of the standard input, which is empty from then on, here and in processes started here."""
     with open(STANDARD_INPUT, "rb", closefd=False) as stdin:
         secret = stdin.read()
     with open(os.devnull, "rb") as nothing:
