@@ -50,6 +50,10 @@ TAIL_LINES = 30
 BUSY_GAP_SECONDS = 1.0
 """Tokens that arrive closer together than this are of one interval of activity."""
 HASH_BYTES = 1 << 20
+UNSEEN = -9999.0
+"""What servers report for log-probs that are no number."""
+UNLABELLED = "default"
+"""What servers call weights that were not given a label."""
 
 
 @dataclass(frozen=True)
@@ -171,8 +175,7 @@ class HttpEngine(ABC):
             try:
                 await self._stop_drawing()
                 await self.load_weights(update)
-                self._version = update.version
-                self._digests[update.version] = update.digest
+                self.take_label(label_of(update))
                 if not self._paused:
                     await self._go_on()
             except BaseException as error:
@@ -291,10 +294,28 @@ class HttpEngine(ABC):
             await self._draws.wait()
         self._check_alive()
 
+    def read_label(self, label: str) -> int:
+        """The version of the weights that a server calls so."""
+        version, _, digest = label.partition(" ")
+        try:
+            self._digests[int(version)] = digest
+        except ValueError:
+            raise EngineError(f"{self.server.name}'s weights must be labelled VERSION DIGEST, got {label!r}") from None
+        return int(version)
+
+    def take_label(self, label: str) -> None:
+        """The server has these weights now."""
+        self._version = self.read_label(label)
+
     def _append(self, sequence: SequenceState, piece: Drawn, start: int) -> StopReason | None:
         """Append to an answer that had `start` tokens when the server was asked; return why it ends, if it does."""
         reason = None
         for token, logprob in zip(piece.tokens, piece.logprobs, strict=True):
+            if not logprob > UNSEEN:  # so that it holds for NaN too
+                raise EngineError(
+                    "the model gives this request no token that can be drawn: its logits are NaN "
+                    "or infinite; look at the weights, or at what the prompt holds"
+                )
             reason = sequence.append(token, logprob, self._version)
             if reason is not None:
                 break
@@ -333,6 +354,24 @@ class HttpEngine(ABC):
         self._ended = self.server.gone = self._ended or why
         for sequence in self._calls:
             sequence.fail(EngineGone(self._ended))
+
+
+def seed_of(sequence: SequenceState) -> int:
+    """The seed of the server's next call. A call begins its seed's stream anew, so one that goes on needs another."""
+    if sequence.drawn == 0:
+        return sequence.seed
+    digest = hashlib.blake2b(f"{sequence.seed} {sequence.drawn}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest)
+
+
+def label_of(update: WeightUpdate) -> str:
+    """What a server calls these weights."""
+    return f"{update.version} {update.digest}"
+
+
+def initial_weights(directory: Path) -> WeightUpdate:
+    """Those that a server loaded when it started."""
+    return WeightUpdate(0, directory_digest(directory), str(directory))
 
 
 def check_weights(update: WeightUpdate) -> None:

@@ -9,7 +9,6 @@ answer's tokens at the answer's end; until then they are known from when each to
 """
 
 import asyncio
-import hashlib
 import os
 import shutil
 import sys
@@ -25,13 +24,16 @@ from areal.api.io_struct import ModelRequest
 from areal.engine.inference.grammar import as_lark
 from areal.engine.inference.http_engine import (
     LOAD_SECONDS,
+    UNLABELLED,
     Drawn,
     HttpEngine,
     HttpServer,
     ModelLimits,
     ServerProcess,
-    directory_digest,
+    initial_weights,
+    label_of,
     refusal,
+    seed_of,
 )
 from areal.engine.inference.sequence import SequenceState
 from areal.utils.hf_utils import load_hf_tokenizer
@@ -40,16 +42,12 @@ START_SECONDS = 600.0
 """How long vLLM may take to start: half a minute for a small model, minutes on a busy machine or for a large one."""
 TEMPERATURES = (0.01, 2.0)
 """What vLLM takes; it would silently use others in place of smaller ones."""
-UNSEEN = -9999.0
-"""The log-prob that vLLM reports for a token of which it has none."""
 NEVER = -100.0
 """Added to a logit, it is as good as minus infinity; vLLM allows no less."""
 WHOLE_ANSWERS = 1 << 20
 """Tokens that are sent together when nobody wants to see them earlier; the first is sent at once."""
 WORKER_MODULE = "areal_vllm_worker"
 """The name under which vLLM's interpreter imports vllm_worker.py."""
-_UNLABELLED = "default"
-"""vLLM's label for weights that were not given one."""
 
 ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",  # the routes that pause and change weights
@@ -80,11 +78,11 @@ class VllmEngine(HttpEngine):
                 "--worker-extension-cls WholeDistribution of areal/engine/inference/vllm_worker.py"
             )
         label = (await server.get("/weight_info"))["weight_version"]
-        if label == _UNLABELLED:
-            digest = await asyncio.to_thread(directory_digest, directory)
-            await server.post("/update_weight_version", {"new_version": f"0 {digest}"})
-            label = f"0 {digest}"
-        engine._version = engine._read_label(label)
+        if label == UNLABELLED:
+            update = await asyncio.to_thread(initial_weights, directory)
+            label = label_of(update)
+            await server.post("/update_weight_version", {"new_version": label})
+        engine.take_label(label)
         if (await server.get("/is_paused"))["is_paused"]:
             engine._paused = True
             engine._draws.clear()
@@ -129,7 +127,7 @@ class VllmEngine(HttpEngine):
         reset = await self.server.post("/reset_prefix_cache?reset_running_requests=true")
         if not reset["success"]:
             raise EngineError("vLLM keeps what it computed with the weights before")
-        await self.server.post("/update_weight_version", {"new_version": f"{update.version} {update.digest}"})
+        await self.server.post("/update_weight_version", {"new_version": label_of(update)})
 
     def _sampling(self, sequence: SequenceState, req: ModelRequest, streamed: bool) -> dict[str, Any]:
         g, drawn = sequence.gconfig, sequence.drawn
@@ -137,7 +135,7 @@ class VllmEngine(HttpEngine):
             "temperature": sequence.temperature,
             "top_p": g.top_p,
             "top_k": min(g.top_k, self._limits.vocab_size),
-            "seed": _seed_from(sequence.seed, drawn),
+            "seed": seed_of(sequence),
             "max_tokens": g.max_new_tokens - drawn,
             "min_tokens": max(0, g.min_new_tokens - drawn),
             "stop_token_ids": sorted(sequence.stops),
@@ -157,38 +155,17 @@ class VllmEngine(HttpEngine):
     def _drawn(self, choice: dict[str, Any]) -> Drawn:
         entries = choice["logprobs"]["content"] if choice["token_ids"] else []
         logprobs = [entry["logprob"] for entry in entries]
-        if any(not logprob > UNSEEN for logprob in logprobs):
-            raise EngineError(
-                "the model gives this request no token that can be drawn: its logits are NaN "
-                "or infinite; look at the weights, or at what the prompt holds"
-            )
         spans = choice["weight_versions"]
         versions = None
         if spans is not None:
-            versions = [self._read_label(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
+            versions = [self.read_label(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
         return Drawn(choice["token_ids"], logprobs, versions, choice["finish_reason"])
-
-    def _read_label(self, label: str) -> int:
-        version, _, digest = label.partition(" ")
-        try:
-            self._digests[int(version)] = digest
-        except ValueError:
-            raise EngineError(f"vLLM's weights must be labelled 'VERSION DIGEST', got {label!r}") from None
-        return int(version)
 
     async def _warm_up(self) -> None:
         """vLLM compiles parts of its sampler at the first request, which takes it up to a minute."""
         sampling = {"max_tokens": 1, "logprobs": 0, "detokenize": False, "top_k": 1, "seed": 0}
         body = {"token_ids": [0], "sampling_params": sampling}
         await self.server.post("/inference/v1/generate", body, LOAD_SECONDS)
-
-
-def _seed_from(seed: int, drawn: int) -> int:
-    """vLLM begins a seed's stream anew in each call, so an answer that goes on needs another seed than its first."""
-    if drawn == 0:
-        return seed
-    digest = hashlib.blake2b(f"{seed} {drawn}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest)
 
 
 async def open_vllm(
@@ -218,7 +195,6 @@ async def open_vllm(
             *("--tensor-parallel-size", str(gpus), "--enable-scale-out", "--generation-config", "vllm"),
             *("--logprobs-mode", "raw_logprobs", "--worker-extension-cls", f"{WORKER_MODULE}.WholeDistribution"),
             *("--structured-outputs-config", '{"backend": "guidance"}', "--disable-uvicorn-access-log"),
-            *(("--distributed-executor-backend", "uni") if gpus == 1 else ()),
             *options,
         ]
         environ = {**CPU_ENVIRONMENT, **os.environ, **ENVIRONMENT, "PYTHONPATH": str(place)}

@@ -4,8 +4,10 @@ vLLM reports log-probs either before it divides logits by the temperature, or af
 min_tokens and a grammar exclude. A trainer recomputes what lies between: divided by the temperature, nothing masked.
 So that is what this extension makes vLLM report. `areal.engine.inference.vllm` copies this file to a directory that
 vLLM's interpreter imports it from, which has no `areal`, names the class in `--worker-extension-cls`, and calls it.
+It also mends a fault of vLLM 0.32 on CPUs, where a long prompt with a seed ends the server.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -27,7 +29,8 @@ class WholeDistribution:
         runner = self.model_runner
         if getattr(runner, "reports_whole_distribution", False):
             return True
-        sampler, sample_tokens = runner.sampler, runner.sample_tokens
+        sampler = runner.sampler
+        sample_tokens = _seeded_on_cpu(runner) if runner.device.type == "cpu" else runner.sample_tokens
         draw = sampler.forward
         if sampler.logprobs_mode != "raw_logprobs":
             raise RuntimeError(f"vLLM must run with --logprobs-mode raw_logprobs, got {sampler.logprobs_mode}")
@@ -62,3 +65,22 @@ class WholeDistribution:
         runner.sample_tokens, sampler.forward = sample_tokens_unmasked, draw_and_report
         runner.reports_whole_distribution = True
         return True
+
+
+def _seeded_on_cpu(runner: Any) -> Callable[[Any], Any]:
+    """The runner's `sample_tokens` for prompts that are computed in several steps.
+
+    vLLM draws a token after each of these steps, throws it away, and winds back the generator of the request's seed. A
+    CPU's generators cannot do that, and the server would end. So such requests do without theirs in these steps.
+    """
+    sample_tokens, batch = runner.sample_tokens, runner.input_batch
+
+    def sample_tokens_seeded(grammar_output: Any) -> Any:
+        unfinished = runner.discard_request_mask.np[: batch.num_reqs].nonzero()[0].tolist()
+        kept = {row: batch.generators.pop(row) for row in unfinished if row in batch.generators}
+        try:
+            return sample_tokens(grammar_output)
+        finally:
+            batch.generators.update(kept)
+
+    return sample_tokens_seeded
