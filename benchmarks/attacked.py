@@ -34,6 +34,9 @@ class Unreliable(MathAgent):
     Which ones is drawn anew each time: an episode that always ended its process could never be run again.
     """
 
+    def __init__(self) -> None:
+        import openai  # noqa: F401  (an episode has a short deadline, the making of an agent has not)
+
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
         before, share = random.random() < 0.5, random.random()
         reward = 0.0 if before else await super().run(data, **extra_kwargs)

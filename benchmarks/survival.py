@@ -353,13 +353,18 @@ def _cache_rows(engine: EmbeddedEngine) -> int:
 BATCH, SAMPLES = 2, 4
 TOKEN = "AREAL_SURVIVAL_TOKEN"
 """An environment variable that every process of a run has, wherever it has got to."""
-ENGINE, WORKER = "areal.engine.inference.server", "areal.rollout.worker"
+VICTIMS = {"areal.engine.inference.server": 35, "areal.rollout.worker": 45, "driver": 15, "paused driver": 5}
+"""Who is attacked, and how often of a hundred times."""
+MOST_WAIT_SECONDS = 3.0
+"""Between two attacks on a run."""
 ATTACKS_PER_RUN = 25
 """Then it is left to end."""
 PAUSE_SECONDS = 3.0
 """Longer than a heartbeat may be late: a driver that was stopped must not take its processes for frozen."""
 END_SECONDS = 15.0
 """What a run leaves behind is gone by then."""
+AGENT_SECONDS = 4.0
+"""After which an agent that hangs is given up."""
 HANG_SECONDS = 180.0
 """Without a new step."""
 DEATH = re.compile(r"\b(engine|rollout worker \d+) \(pid (\d+)\) (was killed by|was frozen|exited with code \d+)")
@@ -603,32 +608,41 @@ def kill_processes(count: int, steps: int, seed: int, place: Path) -> Damage:
 
 def attack(run: AttackedRun, draw: random.Random, count: int, damage: Damage) -> int | None:
     """Attack random processes of the run at random moments, then let it end; its exit code, None = it hangs."""
-    enough = damage.attacks.total() + count
-    while damage.attacks.total() < enough:
-        if (code := run.wait(draw.uniform(0, 3))) is not None:
-            if not run.ended_in_its_start(code):
+    for victim in draw.choices(list(VICTIMS), list(VICTIMS.values()), k=count):
+        struck = False
+        while not struck:
+            if (code := run.wait(draw.uniform(0, MOST_WAIT_SECONDS))) is None:
+                struck = strike(run, victim, draw, damage)
+            elif run.ended_in_its_start(code):
+                go_on(run, damage)
+            else:
                 return code
-            go_on(run, damage)
-        victim = draw.choices(("engine", "worker", "driver", "pause"), (35, 45, 15, 5))[0]
-        if victim in ("engine", "worker"):
-            sign = draw.choices((signal.SIGKILL, signal.SIGSTOP), (65, 35))[0]
-            running = run.find(ENGINE if victim == "engine" else WORKER)
-            if not running:  # it is about to be started
-                continue
-            run.attack(draw.choice(running), sign)
-            damage.attacks[f"{victim} {sign.name}"] += 1
-        elif victim == "driver":
-            run.attack(run.driver.pid, signal.SIGKILL)
-            damage.attacks["driver SIGKILL"] += 1
-            go_on(run, damage)
-        else:
-            run.driver.send_signal(signal.SIGSTOP)
-            run.wait(PAUSE_SECONDS)
-            run.driver.send_signal(signal.SIGCONT)
-            damage.attacks["driver SIGSTOP and SIGCONT"] += 1
     while (code := run.wait_to_end()) is not None and run.ended_in_its_start(code):
         go_on(run, damage)
     return code
+
+
+def strike(run: AttackedRun, victim: str, draw: random.Random, damage: Damage) -> bool:
+    """False if there is no such process at the moment: it is being started."""
+    if victim == "paused driver":
+        run.driver.send_signal(signal.SIGSTOP)
+        run.wait(PAUSE_SECONDS)
+        run.driver.send_signal(signal.SIGCONT)
+        damage.attacks["driver SIGSTOP and SIGCONT"] += 1
+        return True
+    sign = signal.SIGKILL
+    if victim == "driver":
+        pids = [run.driver.pid]
+    else:
+        pids = run.find(victim)
+        sign = draw.choices((signal.SIGKILL, signal.SIGSTOP), (65, 35))[0]
+    if not pids:
+        return False
+    run.attack(draw.choice(pids), sign)
+    damage.attacks[f"{victim} {sign.name}"] += 1
+    if victim == "driver":
+        go_on(run, damage)
+    return True
 
 
 def go_on(run: AttackedRun, damage: Damage) -> None:
@@ -642,16 +656,10 @@ def go_on(run: AttackedRun, damage: Damage) -> None:
 def run_bad_agents(steps: int, seed: int, place: Path) -> dict[str, Damage]:
     """Runs whose agents fail in every way that `Unreliable` knows; they train all of their steps."""
     found = {}
-    for mode, timeout_seconds, end, settings in (
+    for mode, end, settings in (
         # An agent that ends its worker costs every episode there, so there are few at a time.
-        (
-            "inline",
-            3,
-            "exited with code 7",
-            (f"rollout.max_concurrent_rollouts={2 * SAMPLES}", "rollout.num_workers=2"),
-        ),
-        # The first episode of a process loads an SDK, and many processes are replaced.
-        ("subproc", 10, "", ("rollout.agent.subproc_max_workers=4", "rollout.num_workers=1")),
+        ("inline", "exited with code 7", (f"rollout.max_concurrent_rollouts={2 * SAMPLES}", "rollout.num_workers=2")),
+        ("subproc", "", ("rollout.agent.subproc_max_workers=4", "rollout.num_workers=1")),
     ):
         began, damage = time.monotonic(), Damage()
         with AttackedRun(
@@ -660,7 +668,7 @@ def run_bad_agents(steps: int, seed: int, place: Path) -> dict[str, Damage]:
             "benchmarks.attacked.Unreliable",
             f"seed={seed}",
             f"rollout.agent.mode={mode}",
-            f"rollout.agent.timeout_seconds={timeout_seconds}",
+            f"rollout.agent.timeout_seconds={AGENT_SECONDS}",
             *settings,
         ) as run:
             examine(run, run.wait_to_end(), damage, all_groups=False, expected_end=end)
