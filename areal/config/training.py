@@ -9,6 +9,7 @@ from typing import Literal
 
 from areal.config.device import require_device_name
 from areal.config.errors import require
+from areal.config.resources import Resources
 
 
 @dataclass
@@ -44,8 +45,8 @@ class OptimizerConfig:
 
 
 @dataclass
-class ActorConfig:
-    """The model that is trained, and its loss."""
+class ActorConfig(Resources):
+    """The model that is trained, its loss, and what the trainer needs of its machine."""
 
     path: str = "builtin:tiny-math"
     """A Hugging Face directory or id, or `builtin:NAME` for a model this package makes itself."""
@@ -93,6 +94,7 @@ class ActorConfig:
     (stop), or is left out and counted as skipped_updates (skip). Either way it changes no weight."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require(self.path != "", "path must name a model; use builtin:tiny-math for the one that needs no download")
         require_device_name("device", self.device)
         require(0 < self.eps_clip < 1, f"eps_clip must lie in (0, 1), got {self.eps_clip}")
@@ -168,6 +170,11 @@ class SchedulerConfig:
 
     type: Literal["local"] = "local"
     """local = processes on this machine."""
+    address: str | None = None
+    """The driver's own address, at which processes on other hosts reach it; None = that of the interface through which
+    the driver reaches them (local: 127.0.0.1). It listens there and nowhere else."""
+    place_seconds: float = 300.0
+    """How long the run waits for the places of all its processes; then it ends, and says what is free."""
     threads: int | None = None
     """Threads that the engine and the trainer each compute with; None = the machine's cores are shared out."""
     heartbeat_seconds: float | None = 10.0
@@ -179,6 +186,11 @@ class SchedulerConfig:
     groups that this cost run again. 0 = a death ends the run."""
 
     def __post_init__(self) -> None:
+        require(
+            self.address is None or self.address not in ("", "0.0.0.0", "::"),
+            f"address must be one of this machine's own, got {self.address!r}; use null to have it found",
+        )
+        require(self.place_seconds > 0, f"place_seconds must be > 0, got {self.place_seconds}")
         require(self.threads is None or self.threads >= 1, f"threads must be >= 1, got {self.threads}")
         require(self.max_restarts >= 0, f"max_restarts must be >= 0, got {self.max_restarts}; use 0 for none")
         require(

@@ -105,7 +105,7 @@ def test_empty_section_is_the_default_section(tmp_path: Path) -> None:
         ("lr=1e-3", "unknown setting lr; did you mean actor.optimizer.lr?"),
         (
             "scheduler.kind=local",
-            "unknown setting scheduler.kind; known here: heartbeat_seconds, max_restarts, threads, type",
+            "unknown setting scheduler.kind; known here: address, heartbeat_seconds, max_restarts, place_seconds, threads, type",
         ),
         ("=1", "an argument must be --config FILE or KEY=VALUE, got '=1'"),
         ("train", "an argument must be --config FILE or KEY=VALUE, got 'train'"),

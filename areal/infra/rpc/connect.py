@@ -212,8 +212,7 @@ async def connect_to_driver(
     """
     start_beating()
     address = os.environ.get(ADDRESS_VARIABLE)
-    if secret is None:
-        secret = b"" if address is None else read_secret()
+    secret = read_secret() if secret is None else secret
     if address is None or not secret:
         raise ArealError(
             f"{role} {index} must be started by a driver, which sets {ADDRESS_VARIABLE} and sends its secret"
@@ -224,7 +223,12 @@ async def connect_to_driver(
 
 
 def read_secret() -> bytes:
-    """The run's secret: all of the standard input, which is empty from then on, here and in processes started here."""
+    """The run's secret: all of the standard input, which is empty from then on, here and in processes started here.
+
+    Empty for a process that no driver has started: its input is not a secret.
+    """
+    if ADDRESS_VARIABLE not in os.environ:
+        return b""
     with open(STANDARD_INPUT, "rb", closefd=False) as stdin:
         secret = stdin.read()
     with open(os.devnull, "rb") as nothing:
