@@ -1,15 +1,18 @@
 """Programs out of completions, against tests of both kinds."""
 
 import json
+import os
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from areal.api.errors import ConfigError
 from areal.api.reward_api import AsyncRewardWrapper
 from areal.reward import SandboxLimits, code_reward
 from areal.reward.code import extract_program
+from areal.reward.sandbox import ORDER, find_isolation
 
 pytestmark = pytest.mark.slow
 
@@ -57,6 +60,45 @@ def test_a_program_that_fails_one_scores_zero(completion: str, tests: Any) -> No
 
 def test_a_program_that_never_ends_scores_zero_at_its_own_deadline() -> None:
     assert reward("while True: pass", [*PAIRS, *PAIRS], limits=SandboxLimits(1)) == 0.0
+
+
+HOSTILE = {
+    "kills its group": "os.kill(0, 9)",
+    "kills everyone": "os.kill(-1, 9)",
+    "kills its parent": "os.kill(os.getppid(), 9)",
+    "forks for ever": "while True:\n    try:\n        os.fork()\n    except OSError:\n        pass",
+    "takes all memory": "kept = []\nwhile True: kept.append(bytearray(1 << 20))",
+    "takes all memory often": "for _ in 'abc': os.fork()\nkept = []\nwhile True: kept.append(bytearray(1 << 20))",
+    "fills the disk": "for n in range(10**9): open(f'{n}', 'wb').write(bytes(1 << 20))",
+    "fills shared memory": "for n in range(10**9): open(f'/dev/shm/{n}', 'wb').write(bytes(1 << 20))",
+    "prints for ever": "while True: print('7' * 1000)",
+    "closes everything": "os.closerange(0, 1000)",
+    "leaves a daemon": "if os.fork() == 0:\n    os.setsid()\n    while True: pass\nraise SystemExit(1)",
+    "crashes": "import ctypes; ctypes.string_at(0)",
+    "recurses without end": "sys.setrecursionlimit(10**9)\ndef f(): f()\nf()",
+    "opens the network": "import socket; socket.create_connection(('127.0.0.1', 22))",
+    "stops itself": "import signal; os.kill(os.getpid(), signal.SIGSTOP)",
+    "reads keys": "print(open(os.path.expanduser('~/.ssh/id_rsa')).read())",
+    "writes to /proc": "open('/proc/self/oom_score_adj', 'w').write('-1000')",
+    "writes no text": "sys.stdout.buffer.write(bytes(range(256)) * 100)",
+    "is no text": "\ud800\0",
+}
+
+
+@pytest.mark.parametrize("isolation", [*ORDER, "none"])
+@pytest.mark.parametrize("action", HOSTILE)
+def test_whatever_a_program_does_it_is_a_wrong_answer(action: str, isolation: Any) -> None:
+    if isolation == "none" and action in ("fills the disk", "fills shared memory"):
+        pytest.skip("nothing protects the machine from that")
+    if isolation == "none" and action == "kills everyone" and os.getuid() != 0:
+        pytest.skip("nothing protects the processes of this user from that")
+    try:
+        find_isolation(isolation)
+    except ConfigError as error:
+        pytest.skip(str(error))
+    program = f"import os, sys\n{HOSTILE[action]}"
+    tests = [{"input": "", "output": "7"}]
+    assert reward(program, tests, limits=SandboxLimits(2), isolation=isolation) == 0.0
 
 
 @pytest.mark.parametrize("tests", [[], "[]", [3], [{"input": "3"}], [None]])

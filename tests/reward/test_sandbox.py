@@ -122,7 +122,7 @@ def outside() -> Iterator[Path]:
     try:
         directory.chmod(0o777)
         for name in ("secret", "kept"):
-            (directory / name).write_text("sk-secret")
+            (directory / name).write_text("sk-secret\n")
             (directory / name).chmod(0o666)
         yield directory
     finally:
@@ -269,6 +269,10 @@ READS = {
     "by a process of re-imported _posixsubprocess": """
 sys.modules.pop("_posixsubprocess", None)
 import _posixsubprocess, subprocess
+class QuietSystem:
+    audit = staticmethod(lambda *_: None)
+    __getattr__ = staticmethod(lambda name: getattr(sys, name))
+subprocess.sys = QuietSystem()
 subprocess._fork_exec = _posixsubprocess.fork_exec
 print(subprocess.run(["cat", SECRET], capture_output=True, text=True).stdout)
 """,
@@ -644,11 +648,20 @@ def never_ending(word: str) -> None:
     run_program(NEVER_ENDING, word, limits=SandboxLimits(600))
 
 
-def test_a_launcher_that_was_killed_is_replaced() -> None:
+async def test_the_calls_of_a_reward_process_share_a_launcher() -> None:
+    wrapper = AsyncRewardWrapper(launcher_of_this_process, timeout_seconds=60, max_workers=1)
+    assert await wrapper() == await wrapper()
+
+
+def launcher_of_this_process() -> int:
     isolation = run_program("print(7)").isolation
-    (pid,) = set(processes_named(f'"isolation": "{isolation}", "caller": {os.getpid()}')) & set(
-        descendants(os.getpid())
-    )
+    found = processes_named(f'"isolation": "{isolation}", "caller": {os.getpid()}')
+    (pid,) = [pid for pid in found if parents().get(pid) == os.getpid()]
+    return pid
+
+
+def test_a_launcher_that_was_killed_is_replaced() -> None:
+    pid = launcher_of_this_process()
     end = os.pidfd_open(pid)
     os.kill(pid, signal.SIGKILL)
     wait_for_end(end)

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from areal.config.errors import ConfigError, require
+from areal.utils.process_pool.descendants import SHARED_BY_CALLS
 
 Isolation = Literal["namespaces", "bubblewrap", "landlock", "none"]
 AskedIsolation = Isolation | Literal["auto"]
@@ -102,6 +103,7 @@ def find_isolation(
         reasons[kind] = (why_not or _LAUNCHERS.why_not)(kind)
         if reasons[kind] is None:
             return kind
+    _LAUNCHERS.forget_reasons()
     raise ConfigError(
         f"programs of a model run only where the kernel isolates them; isolation={asked!r} does not work here ("
         + "; ".join(f"{kind}: {reason}" for kind, reason in reasons.items())
@@ -123,12 +125,13 @@ class _Launcher:
         with theirs:
             self.process = subprocess.Popen(
                 [_python(), "-I", "-S", str(Path(__file__).with_name("launcher.py")), json.dumps(setup)],
-                stdin=theirs,
+                stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 cwd="/",
                 env={},
                 start_new_session=True,
             )
+        SHARED_BY_CALLS.add(self.process.pid)
         try:
             answer = self.control.recv(4096)
         except TimeoutError:
@@ -137,8 +140,10 @@ class _Launcher:
         self.refusal: str | None = json.loads(answer or '{"refused": "the launcher failed"}').get("refused")
 
     def run(self, text: str, stdin: str, limits: SandboxLimits) -> ProgramRun:
-        """Raises `BrokenPipeError` if the launcher has ended."""
-        report, theirs = socket.socketpair()
+        """Raises `BrokenPipeError` or `ConnectionResetError` if the launcher has ended."""
+        if self.refusal is not None:
+            raise RuntimeError(f"the sandbox could not start: {self.refusal}")
+        report, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         report.settimeout(limits.timeout_seconds + _ANSWER_SECONDS)
         files = [_memory_file(data) for data in (text, stdin, "", "")]
         try:
@@ -146,8 +151,10 @@ class _Launcher:
                 with theirs:
                     job = json.dumps(asdict(limits)).encode()
                     socket.send_fds(self.control, [job], [theirs.fileno(), *files])
-                outcome = _read_to_end(report)
+                outcome: dict[str, Any] = json.loads(report.recv(1 << 16) or b"{}")
             output, errors = (_text(file, limits.output_bytes) for file in files[2:])
+        except TimeoutError:
+            raise RuntimeError("the sandbox does not answer") from None
         finally:
             for file in files:
                 os.close(file)
@@ -162,6 +169,7 @@ class _Launcher:
             self.process.wait(_ANSWER_SECONDS)
         except subprocess.TimeoutExpired:
             self.process.kill()
+        SHARED_BY_CALLS.discard(self.process.pid)
 
 
 class _Launchers:
@@ -175,20 +183,27 @@ class _Launchers:
         atexit.register(self._close)
 
     def why_not(self, isolation: Isolation) -> str | None:
-        if isolation not in self._reasons:
-            self._reasons[isolation] = self._try(isolation)
-        return self._reasons[isolation]
+        known = self._reasons
+        if isolation not in known:
+            known[isolation] = self._try(isolation)
+        return known[isolation]
 
     def run(self, isolation: Isolation, text: str, stdin: str, limits: SandboxLimits) -> ProgramRun:
         launcher = self._get(isolation)
         try:
             return launcher.run(text, stdin, limits)
-        except BrokenPipeError:  # someone killed the launcher, no program can
-            return self._get(isolation, instead_of=launcher).run(text, stdin, limits)
+        except (BrokenPipeError, ConnectionResetError):  # someone killed the launcher, no program can
+            self._discard(launcher)
+            return self._get(isolation).run(text, stdin, limits)
+
+    def forget_reasons(self) -> None:
+        """Try every kind again: the machine may have been too busy."""
+        self._reasons = {}
 
     def _try(self, isolation: Isolation) -> str | None:
         launcher = self._get(isolation)
         if launcher.refusal is not None:
+            self._discard(launcher)
             return launcher.refusal
         try:
             probe = launcher.run(_PROBE, "", SandboxLimits(timeout_seconds=_ANSWER_SECONDS))
@@ -200,13 +215,17 @@ class _Launchers:
             )
         return None
 
-    def _get(self, isolation: Isolation, instead_of: _Launcher | None = None) -> _Launcher:
+    def _get(self, isolation: Isolation) -> _Launcher:
         with self._lock:
-            if self._running.get(isolation) is instead_of:
-                if instead_of is not None:
-                    instead_of.close()
+            if isolation not in self._running:
                 self._running[isolation] = _Launcher(isolation)
             return self._running[isolation]
+
+    def _discard(self, launcher: _Launcher) -> None:
+        with self._lock:
+            if self._running.get(launcher.isolation) is launcher:
+                del self._running[launcher.isolation]
+                launcher.close()
 
     def _forget(self) -> None:
         self._lock = threading.Lock()
@@ -238,10 +257,3 @@ def _memory_file(text: str) -> int:
 
 def _text(file: int, most: int) -> str:
     return os.pread(file, most, 0).decode(errors="replace")
-
-
-def _read_to_end(report: socket.socket) -> dict[str, Any]:
-    """The end comes when the keeper has ended, after everything else that it was responsible for."""
-    parts = iter(lambda: report.recv(4096), b"")
-    outcome: dict[str, Any] = json.loads(b"".join(parts) or b"{}")
-    return outcome

@@ -24,7 +24,9 @@ import sys
 import tempfile
 from typing import Any, NamedTuple, NoReturn
 
-SYSTEM_DIRECTORIES = ("/usr", "/lib", "/lib64", "/bin")
+SYSTEM_DIRECTORIES = ("/usr", "/lib", "/lib64", "/bin", "/nix/store")
+INSTALLATION_DIRECTORIES = ("bin", "lib", "lib64")
+"""Of Python, which may be installed in someone's home."""
 SYSTEM_FILES = ("/etc/ld.so.cache", "/dev/null", "/dev/urandom")
 BUBBLEWRAP = ("/usr/bin/bwrap", "/bin/bwrap", "/usr/local/bin/bwrap")
 NOBODY = 65534
@@ -54,7 +56,11 @@ def main() -> None:
     setup = json.loads(sys.argv[1])
     while os.open("/dev/null", os.O_RDONLY) < STATUS:
         pass  # the numbers up to it are taken, so nothing that is still needed is at one of them later
+    for which in (resource.RLIMIT_CPU, resource.RLIMIT_DATA):  # the caller's own, which it may have set for one call
+        hard = resource.getrlimit(which)[1]
+        resource.setrlimit(which, (hard, hard))
     control = socket.socket(fileno=os.dup(0))
+    os.dup2(STATUS, 0)  # a keeper must not hold the control socket: the caller has to notice when this process ends
     caller = os.pidfd_open(setup["caller"])
     if os.getppid() != setup["caller"]:
         return  # it has already ended
@@ -147,7 +153,7 @@ def _first_ready(*descriptors: int, seconds: float | None = None) -> int | None:
     poll = select.poll()
     for each in descriptors:
         poll.register(each, select.POLLIN)
-    ready = {each for each, _ in poll.poll(None if seconds is None else seconds * 1000)}
+    ready = {each for each, _ in poll.poll(None if seconds is None else min(seconds * 1000, 2**31 - 1))}
     return next((each for each in descriptors if each in ready), None)
 
 
@@ -175,7 +181,8 @@ class Unprotected:
         self.user = own_user()
         self.scratch = tempfile.TemporaryDirectory(prefix="areal-program-", ignore_cleanup_errors=True)
         os.chdir(self.scratch.name)
-        os.chown(".", self.user, self.user)
+        if os.getuid() == 0:
+            os.chown(".", self.user, self.user)
 
     def leave(self) -> None:
         if self.scratch is not None:
@@ -230,9 +237,7 @@ class Landlock(Unprotected):
         attributes = struct.pack("QQQ", everything, network, scope)
         rules = _checked("landlock", _libc.syscall(_LANDLOCK_CREATE_RULESET, attributes, len(attributes), 0))
         execute, write, read, list_, truncate = 1, 2, 4, 8, 1 << 14
-        for path in (*SYSTEM_DIRECTORIES, sys.base_prefix, *SYSTEM_FILES):
-            if not os.path.exists(path):
-                continue
+        for path in (*visible_directories(), *filter(os.path.exists, SYSTEM_FILES)):
             allowed = execute | read | list_ if os.path.isdir(path) else read
             if path == "/dev/null":
                 allowed |= (write | truncate) & everything
@@ -414,9 +419,11 @@ def command(python: str, program: str) -> list[str]:
 
 def visible_directories() -> list[str]:
     """Those that Python needs; /usr holds most installations of it."""
-    found = [path for path in SYSTEM_DIRECTORIES if os.path.isdir(path)]
-    if not any(_below(sys.base_prefix, path) for path in found):
-        found.append(sys.base_prefix)
+    found = list(filter(os.path.isdir, SYSTEM_DIRECTORIES))
+    for name in INSTALLATION_DIRECTORIES:
+        path = os.path.join(sys.base_prefix, name)
+        if os.path.isdir(path) and not any(os.path.commonpath([path, each]) == each for each in found):
+            found.append(path)
     return found
 
 
@@ -477,10 +484,6 @@ def _copy(source: int, path: str) -> None:
     with open(path, "wb") as file:
         file.write(os.pread(source, os.fstat(source).st_size, 0))
     os.chmod(path, 0o644)
-
-
-def _below(path: str, directory: str) -> bool:
-    return os.path.commonpath([path, directory]) == directory
 
 
 def _open_to_all(path: str) -> bool:

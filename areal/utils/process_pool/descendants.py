@@ -22,11 +22,16 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _END_SECONDS = 5.0
 """Only a process that the kernel itself holds takes longer."""
-_FIRST_DESCRIPTOR = 3
+
+SHARED_BY_CALLS: set[int] = set()
+"""Children that the calls of a worker share on purpose, such as a sandbox's launcher; the end of a call leaves them."""
 
 
-def run_supervised() -> None:
-    """Go on in a child process, in a group of its own; this process becomes its supervisor and never returns."""
+def run_supervised(descriptors: Collection[int]) -> None:
+    """Go on in a child process, in a group of its own; this process becomes its supervisor and never returns.
+
+    Only the child keeps `descriptors`, so that they close when it ends.
+    """
     for handled in (signal.SIGCHLD, signal.SIGTERM):
         signal.signal(handled, signal.SIG_DFL)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGCHLD, signal.SIGTERM))
@@ -34,6 +39,8 @@ def run_supervised() -> None:
     adopt_orphans()
     worker = os.fork()
     if worker:
+        for descriptor in descriptors:
+            os.close(descriptor)
         _supervise(worker)
     die_with_parent(signal.SIGKILL)
     adopt_orphans()
@@ -92,8 +99,6 @@ def end_descendants(keep: Collection[int] = ()) -> bool:
 
 
 def _supervise(worker: int) -> NoReturn:
-    # Among them are the ends of the worker's channel: the pool must see it close when the worker ends.
-    os.closerange(_FIRST_DESCRIPTOR, os.sysconf("SC_OPEN_MAX"))
     while True:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == worker:

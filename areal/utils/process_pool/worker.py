@@ -32,7 +32,13 @@ from areal.utils.process_pool.channel import (
     PoolChannelClosed,
     PoolFrame,
 )
-from areal.utils.process_pool.descendants import children_of, end_descendants, has_children, run_supervised
+from areal.utils.process_pool.descendants import (
+    SHARED_BY_CALLS,
+    children_of,
+    end_descendants,
+    has_children,
+    run_supervised,
+)
 from areal.utils.process_pool.process_state import ProcessState
 
 _MOST_TEXT_CHARACTERS = 10_000
@@ -45,7 +51,7 @@ Reply = tuple[PoolFrame, bytes]
 def main(channel_fd: int, claims_fd: int, memory_bytes: int, cpu_seconds: float) -> None:
     """Serve the parent at `channel_fd` until it goes away; a limit of 0 is none."""
     _limit(resource.RLIMIT_CORE, 0)
-    run_supervised()
+    run_supervised((channel_fd, claims_fd))
     _die_before_others()
     for descriptor in (channel_fd, claims_fd):
         os.set_inheritable(descriptor, False)
@@ -143,7 +149,7 @@ class PoolWorker:
         except Exception:  # whatever the reason, the next call must not begin in this state
             self._spoiled = True
         if has_children():
-            self._spoiled |= not end_descendants(self._kept | _pool_processes())
+            self._spoiled |= not end_descendants(self._kept | SHARED_BY_CALLS | _pool_processes())
             self._kept = _children()
 
     def _send(self, token: bytes, reply: Reply) -> None:
