@@ -70,12 +70,13 @@ def has_children() -> bool:
 def children_of(pid: int) -> list[int]:
     """Its direct children, ended ones included; none where the kernel does not list them."""
     found: list[int] = []
-    try:
+    with suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
         for thread in os.listdir(f"/proc/{pid}/task"):
-            with open(f"/proc/{pid}/task/{thread}/children") as file:
+            with (
+                suppress(FileNotFoundError, ProcessLookupError),  # so has this thread; another has its children now
+                open(f"/proc/{pid}/task/{thread}/children") as file,
+            ):
                 found += map(int, file.read().split())
-    except (FileNotFoundError, ProcessLookupError):
-        pass  # it, or one of its threads, has ended meanwhile
     return found
 
 
