@@ -18,4 +18,5 @@ def test_the_table_holds_every_built_in_task() -> None:
 def test_the_printed_example_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (block,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    assert "\nassert " in block
     exec(block, {})

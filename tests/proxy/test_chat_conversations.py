@@ -153,8 +153,11 @@ async def test_developer_speaks_as_the_system(client, engine):
     assert engine.requests[0].input_ids == engine.requests[1].input_ids
 
 
-async def test_bookkeeping_of_the_hosted_service_is_harmless(client):
+async def test_bookkeeping_of_the_hosted_service_is_harmless(client, engine):
+    await ask(client)
     await ask(client, user="me", store=False, metadata={"a": "b"}, frequency_penalty=0, stream=False)
+    plain, kept = engine.requests
+    assert (kept.input_ids, kept.gconfig) == (plain.input_ids, plain.gconfig)
 
 
 async def test_weights_of_the_tokens_are_remembered(client, session, engine):

@@ -281,7 +281,6 @@ SMUGGLED = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-le
         "content-length: 99999999999999999999999999",
         "content-length: ",
         f"content-length : {SIZE}",
-        f" content-length: {SIZE}",
         "transfer-encoding: chunked, identity",
         "transfer-encoding: xchunked",
         "transfer-encoding: gzip, chunked",
@@ -295,7 +294,16 @@ SMUGGLED = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-le
 async def test_ambiguous_heads_are_refused(proxy, session, engine, headers):
     head = f"POST /s/{session.token}/v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n{headers}\r\n\r\n"
     said = await raw(proxy, head.encode("latin-1") + BODY + SMUGGLED)
-    assert all(status in (400, 401, 408, 413, 421, 431, 501) for status in statuses(said)), said
+    assert statuses(said) == [400], said
+    assert engine.requests == []
+
+
+async def test_header_that_continues_the_one_before_it_is_part_of_that(proxy, session, engine):
+    """Here of the Host, which is a foreign one then; the body has no length and is not read as a second request."""
+    head = f"POST /s/{session.token}/v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n content-length: {SIZE}\r\n\r\n"
+    said = await raw(proxy, head.encode() + BODY + SMUGGLED)
+    assert statuses(said)[0] == 421, said
+    assert set(statuses(said)) <= {421, 400}, said
     assert engine.requests == []
 
 

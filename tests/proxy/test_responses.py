@@ -138,9 +138,12 @@ async def test_truncated_answer_is_incomplete(client):
     assert response.output[0].status == "incomplete"
 
 
-async def test_bookkeeping_of_the_hosted_service_is_harmless(client):
+async def test_bookkeeping_of_the_hosted_service_is_harmless(client, engine):
+    await ask(client)
     await ask(client, store=False, include=["reasoning.encrypted_content"], reasoning={"effort": "low"}, user="me")
     await ask(client, text={"verbosity": "low", "format": {"type": "text"}}, truncation="disabled", metadata={"a": "b"})
+    plain, *kept = engine.requests
+    assert [(each.input_ids, each.gconfig) for each in kept] == [(plain.input_ids, plain.gconfig)] * 2
 
 
 @pytest.mark.parametrize(

@@ -20,4 +20,5 @@ def test_the_printed_program_is_scored_as_the_page_says() -> None:
     (block,) = re.findall(
         r"^```python\n(from areal\.reward import code_reward\n.*?)^```", PAGE, re.MULTILINE | re.DOTALL
     )
+    assert "\nassert " in block
     exec(block, {})

@@ -44,8 +44,13 @@ def test_logs_are_for_their_owner_only_also_in_a_directory_that_was_there(tmp_pa
 
 
 def test_unfinished_run_is_resumed(tmp_path: Path) -> None:
-    make_directory(tmp_path).close()
-    make_directory(tmp_path, recover=RecoverConfig(mode="auto")).close()
+    run = make_directory(tmp_path)
+    (run.path / "metrics.jsonl").write_text('{"step": 0}\n')
+    run.close()
+    again = make_directory(tmp_path, recover=RecoverConfig(mode="auto"))
+    assert again.path == run.path
+    assert (again.path / "metrics.jsonl").read_text() == '{"step": 0}\n'
+    again.close()
 
 
 def test_unfinished_run_is_refused_where_recovery_is_off(tmp_path: Path) -> None:
