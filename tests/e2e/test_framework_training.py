@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from real_runs import Start, rows_of, sides_agree, summary_of
+from real_runs import COMPARED, Start, rows_of, sides_agree, summary_of
 
 AGENTS = [
     ("agents", "openai.math_agent.ResponsesMathToolAgent"),
@@ -24,6 +24,7 @@ def test_agent_of_a_framework_trains_by_changing_only_the_workflow(
     run = example(
         f"workflow=areal.workflow.{agent}",
         *("total_train_steps=2", "train_dataset.batch_size=2", "gconfig.n_samples=2", "valid_dataset.path="),
+        *COMPARED,
     )
     assert run.wait() == 0, run.text
     summary = summary_of(run_dir)

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from real_runs import ROOT, SMALL, Start, rows_of, sides_agree, summary_of
+from real_runs import COMPARED, ROOT, SMALL, Start, rows_of, sides_agree, summary_of
 
 QUICK = (
     "actor.path=builtin:tiny-math",
@@ -18,7 +18,7 @@ QUICK = (
 
 def test_multi_turn_example_trains_with_its_own_setting(start: Start, tmp_path: Path) -> None:
     folder = ROOT / "examples/multi_turn"
-    run = start(folder / "train.py", "--config", folder / "config.yaml", "max_turns=3", *SMALL, *QUICK)
+    run = start(folder / "train.py", "--config", folder / "config.yaml", "max_turns=3", *SMALL, *QUICK, *COMPARED)
     assert run.wait() == 0, run.text
     run_dir = tmp_path / "runs/multi-turn/one"
     summary = summary_of(run_dir)

@@ -1,0 +1,53 @@
+"""A synchronous run follows from its seed: the same weights to the bit, whichever worker and group was the first.
+
+Two workers with all their episodes at once, so that groups end in another order every time.
+"""
+
+import hashlib
+import re
+import signal
+from pathlib import Path
+
+from real_runs import Start, rows_of
+
+STEPS = 10
+SYNCHRONOUS = (
+    f"total_train_steps={STEPS}",
+    "train_dataset.batch_size=8",
+    "rollout.max_head_offpolicyness=0",
+    "rollout.num_workers=2",
+    "actor.recompute_logprob=true",
+)
+
+
+def weights_of(run_dir: Path) -> str:
+    """A checksum of the last checkpoint's weights."""
+    model = run_dir / "checkpoints" / f"step-{STEPS:06d}" / "model.safetensors"
+    return hashlib.sha256(model.read_bytes()).hexdigest()
+
+
+def test_same_seed_gives_the_same_weights_to_the_bit_and_another_seed_others(example: Start, run_dir: Path) -> None:
+    digests, held_out = {}, {}
+    for trial, seed in [("one", 1), ("again", 1), ("other", 2)]:
+        run = example(*SYNCHRONOUS, f"seed={seed}", f"trial_name={trial}")
+        assert run.wait() == 0, run.text
+        place = run_dir.with_name(trial)
+        digests[trial] = weights_of(place)
+        held_out[trial] = [row["eval_reward"] for row in rows_of(place / "metrics.jsonl") if "eval_reward" in row]
+        assert any(row.get("grad_norm") for row in rows_of(place / "metrics.jsonl")), "nothing was trained"
+    assert digests["one"] == digests["again"] != digests["other"]
+    assert held_out["one"] == held_out["again"]
+
+
+def test_run_that_was_interrupted_ends_with_the_weights_of_one_that_was_not(example: Start, run_dir: Path) -> None:
+    run = example(*SYNCHRONOUS)
+    assert run.wait() == 0, run.text
+    run = example(*SYNCHRONOUS, "trial_name=interrupted")
+    run.wait_for(rf"^step [1-5]/{STEPS} ")
+    run.kill(signal.SIGINT)
+    assert run.wait() == 130, run.text
+    assert re.search(rf"^stopped after step \d of {STEPS}; everything is saved", run.text, re.MULTILINE)
+    run = example(*SYNCHRONOUS, "trial_name=interrupted")
+    assert run.wait() == 0, run.text
+    assert "(resuming after step " in run.text
+    assert weights_of(run_dir.with_name("interrupted")) == weights_of(run_dir)
