@@ -16,6 +16,19 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 @dataclass(frozen=True)
+class EngineAddress:
+    """An engine that serves, as the driver tells the rollout workers."""
+
+    name: str
+    start: int
+    """Which process of that name it is: the first, or one that replaced it."""
+    address: str
+    """`unix:PATH` or `tcp:HOST:PORT`."""
+    secret: bytes | None = None
+    """What opens it; empty = nothing is needed, None = the run's own secret, which its processes know already."""
+
+
+@dataclass(frozen=True)
 class WorkerSetup:
     """Everything a rollout worker needs to know. Travels pickled, because workflows are the user's objects."""
 
@@ -25,7 +38,8 @@ class WorkerSetup:
     """A packed `WorkflowSpec`."""
     eval_workflow: bytes
     """The same; empty, or equal to `workflow` = the very object that trains also evaluates."""
-    engine_address: str
+    engines: list[EngineAddress]
+    """Those that serve now."""
     tokenizer_path: str
     max_positions: int
     reward_fn: str

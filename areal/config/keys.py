@@ -10,6 +10,7 @@ from areal.config.errors import ConfigError
 
 ADMIN_KEY_VARIABLE = "AREAL_ADMIN_KEY"
 API_KEY_VARIABLE = "AREAL_API_KEY"
+ENGINE_SECRET_VARIABLE = "AREAL_ENGINE_SECRET"
 
 
 def find_key(given: str | None, path: str | None, variable: str, name: str) -> str:

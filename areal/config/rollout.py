@@ -11,9 +11,11 @@ from numbers import Real
 from typing import Any, Literal, NoReturn
 from urllib.parse import urlsplit
 
+from areal.config.backend import Backend
 from areal.config.device import require_device_name
 from areal.config.errors import ConfigError, require
-from areal.config.keys import ADMIN_KEY_VARIABLE, find_key
+from areal.config.keys import ADMIN_KEY_VARIABLE, ENGINE_SECRET_VARIABLE, find_key
+from areal.config.resources import Resources
 from areal.utils.net import is_loopback
 from areal.utils.shorten import shown
 
@@ -229,8 +231,8 @@ class AgentConfig:
 
 
 @dataclass
-class RolloutConfig:
-    """How many episodes run, how far they may lag behind the policy, and where."""
+class RolloutConfig(Resources):
+    """How many episodes run, how far they may lag behind the policy, and where; and what each engine server needs."""
 
     max_head_offpolicyness: int = 2
     """How many versions a trained sample may lag behind the policy; 0 = synchronous."""
@@ -240,6 +242,15 @@ class RolloutConfig:
     """Rejected episodes in a row, with none accepted, before the run stops with the cause."""
     num_workers: int = 1
     """Processes that run episodes."""
+    backend: str = "embedded"
+    """The engine that serves the model: embedded, vllm or sglang; with `:dNtM`, N servers of M GPUs each, e.g.
+    embedded:d2 or vllm:d2t4. They share the episodes, and one that dies is replaced while the others go on."""
+    addresses: list[str] = field(default_factory=list)
+    """Engine servers that run already, as unix:PATH or tcp:HOST:PORT, in place of those that `backend` starts; empty =
+    none run. Started by `python -m areal.engine.inference.server MODEL --listen ADDRESS`."""
+    secret_file: str = ""
+    """A file with the secret of the servers at `addresses`; empty = that of the environment variable
+    AREAL_ENGINE_SECRET."""
     device: str = "auto"
     """Where the embedded engine computes: cpu, cuda, cuda:N or mps; auto = cuda if there is one, else mps, else cpu."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -260,8 +271,24 @@ class RolloutConfig:
             return 1
         return -(-self.max_concurrent_rollouts // self.agent.subproc_max_workers)
 
+    @property
+    def engine_secret(self) -> bytes:
+        """Of the servers at `addresses`; empty = they have none."""
+        return find_key(None, self.secret_file or None, ENGINE_SECRET_VARIABLE, "rollout.secret_file").encode()
+
     def __post_init__(self) -> None:
+        super().__post_init__()
         require_device_name("device", self.device)
+        Backend.parse(self.backend)
+        for address in self.addresses:
+            require(
+                address.startswith(("unix:", "tcp:")),
+                f"addresses must be unix:PATH or tcp:HOST:PORT, got {address!r}",
+            )
+        require(
+            not self.addresses or self.backend == "embedded",
+            f"the servers at addresses are what they are, got backend={self.backend} too; leave one of them out",
+        )
         require(
             self.max_head_offpolicyness >= 0,
             f"max_head_offpolicyness must be >= 0, got {self.max_head_offpolicyness}; use 0 for synchronous training",

@@ -61,7 +61,9 @@ class _PreparedCall:
 
     def request(self, name: str, gconfig: GenerationHyperparameters) -> ModelRequest:
         images = [image.data for image in self.prompt.images]
-        return ModelRequest(name, self.prompt.ids, gconfig, grammar=self.grammar, images=images)
+        return ModelRequest(
+            name, self.prompt.ids, gconfig, grammar=self.grammar, images=images, session=self.session.name
+        )
 
     @property
     def most_tokens(self) -> int:

@@ -77,6 +77,8 @@ class Session:
     instructed: set[str] = field(default_factory=set)
     """Ids of answers whose conversation begins with instructions that were given for them alone."""
     ended: bool = False
+    name: str = field(default_factory=lambda: secrets.token_hex(8))
+    """What engines know it by; unlike its key and token it opens nothing."""
     seeds: CallSeeds | None = None
     """Where the seeds of its calls come from; None = the engine makes up one for each call that sets none."""
 

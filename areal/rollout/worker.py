@@ -1,4 +1,4 @@
-"""Runs groups of episodes: holds the workflows, the proxy that agents talk through, and a connection to the engine.
+"""Runs groups of episodes: holds the workflows, the proxy that agents talk through, and connections to the engines.
 
 The same object serves inside the driver (`rollout.in_process`) and as a process of its own:
 `python -m areal.rollout.worker INDEX` connects to the driver, is set up by it, runs the groups it is sent, and ends
@@ -11,15 +11,25 @@ import pickle
 import sys
 import time
 from collections import deque
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
 from areal.api.engine_api import InferenceEngine
 from areal.api.errors import GroupLost
-from areal.api.messages import WORKER_ROLE, Episode, GroupResult, GroupTask, Rejection, Stall, WorkerSetup
-from areal.engine.inference.remote import RemoteEngine
+from areal.api.messages import (
+    WORKER_ROLE,
+    EngineAddress,
+    Episode,
+    GroupResult,
+    GroupTask,
+    Rejection,
+    Stall,
+    WorkerSetup,
+)
+from areal.engine.inference.group import EngineConnections, EngineGroup
 from areal.infra import workflow_context
-from areal.infra.rpc.channel import Channel, Handler
-from areal.infra.rpc.connect import connect, connect_to_driver
+from areal.infra.rpc.channel import Handler
+from areal.infra.rpc.connect import connect_to_driver, read_secret
 from areal.infra.rpc.wire import api_wire
 from areal.infra.stalls import StallLog, StallWatch
 from areal.infra.workflow_context import WorkflowContext
@@ -36,11 +46,12 @@ from areal.utils.seeds import derived_seed
 
 async def serve_worker(index: int) -> None:
     """The process's whole life."""
+    secret = read_secret()
     worker: RolloutWorker | None = None
 
     async def setup(packed: bytes) -> None:
         nonlocal worker
-        worker = await RolloutWorker.start(pickle.loads(packed))
+        worker = await RolloutWorker.start(pickle.loads(packed), secret)
         gc.collect()
         gc.freeze()
 
@@ -48,17 +59,17 @@ async def serve_worker(index: int) -> None:
         assert worker is not None, "setup comes first"
         return await worker.run_group(task)
 
-    async def reconnect() -> None:
-        if worker is not None:  # otherwise its setup connects
-            await worker.reconnect()
+    async def follow(engines: list[EngineAddress]) -> None:
+        assert worker is not None, "setup comes first"
+        await worker.follow(engines)
 
     handlers: dict[str, Handler] = {
         "setup": setup,
         "run_group": run_group,
-        "reconnect": reconnect,
+        "follow": follow,
         "cpu_seconds": time.process_time,
     }
-    driver = await connect_to_driver(WORKER_ROLE, index, handlers=handlers, wire=api_wire())
+    driver = await connect_to_driver(WORKER_ROLE, index, handlers=handlers, wire=api_wire(), secret=secret)
     await driver.closed
     if worker is not None:
         await worker.aclose()
@@ -76,9 +87,9 @@ class RolloutWorker(GroupWorker):
         """`runners` by `is_eval`; `seed` is the run's."""
         self.proxy = proxy
         self._runners = runners
-        self._remote: RemoteEngine | None = None
-        """The engine, if it is in a process that may end before the worker does."""
-        self._engine_address = ""
+        self._engines = engine if isinstance(engine, EngineGroup) else None
+        """The engines, if they are in processes that may end before the worker does."""
+        self._connections: EngineConnections | None = None
         self._timeout_seconds = timeout_seconds
         self._seed = seed
         self._ended_stalls: deque[Stall] = deque()
@@ -89,11 +100,14 @@ class RolloutWorker(GroupWorker):
         self._closing.push_async_callback(proxy.aclose)
 
     @classmethod
-    async def start(cls, setup: WorkerSetup) -> "RolloutWorker":
-        """Connect, listen, and construct the workflows; what is open is closed again if one of these fails."""
+    async def start(cls, setup: WorkerSetup, run_secret: bytes = b"") -> "RolloutWorker":
+        """Connect, listen, and construct the workflows; what is open is closed again if one of these fails.
+
+        `run_secret` opens the engines of the run.
+        """
         tokenizer = load_hf_tokenizer(setup.tokenizer_path)
         processor = load_hf_processor(setup.tokenizer_path)
-        engine = RemoteEngine(await _connect(setup.engine_address), returns=True)
+        engine = EngineGroup()
         gconfig = setup.gconfig.new(n_samples=1)
         proxy = Proxy(
             engine,
@@ -110,8 +124,9 @@ class RolloutWorker(GroupWorker):
             public_url=setup.proxy.public_url,
         )
         worker = cls({}, proxy, engine, setup.rollout.agent.timeout_seconds, setup.seed)
-        worker._remote, worker._engine_address = engine, setup.engine_address
+        worker._connections = EngineConnections(engine, run_secret)
         try:
+            await worker.follow(setup.engines)
             # The config has checked that the host is loopback, or that the user chose the admin key.
             await proxy.start(setup.proxy.host, setup.proxy.port, exposed=True)
             # A client made without a session's address must not reach the internet by accident.
@@ -129,9 +144,12 @@ class RolloutWorker(GroupWorker):
     async def run_group(self, task: GroupTask) -> GroupResult:
         """Every sample of a task. One that fails leaves the others alone; a cancelled group leaves none running.
 
-        Raises GroupLost if the engine went away meanwhile and samples failed: that is no fault of theirs.
+        Raises GroupLost if there was no engine for a while and samples failed: that is no fault of theirs.
         """
-        connection = await self._remote.until_connected() if self._remote is not None else None
+        outages = 0
+        if self._engines is not None:
+            await self._engines.until_serving()
+            outages = self._engines.outages
         async with asyncio.TaskGroup() as group:
             samples = [group.create_task(self._run_sample(task, number)) for number in range(task.n_samples)]
         result = GroupResult(task.task_id, [], [], {})
@@ -142,24 +160,18 @@ class RolloutWorker(GroupWorker):
                 result.episodes.append(outcome)
             else:
                 result.rejections.append(outcome)
-        if result.rejections and self._is_lost(connection):
-            raise GroupLost(f"the engine went away while the group of task {task.task_id} ran")
+        if result.rejections and self._engines is not None and self._engines.outages > outages:
+            raise GroupLost(f"there was no engine for a while when the group of task {task.task_id} ran")
         result.stalls = [self._ended_stalls.popleft() for _ in range(len(self._ended_stalls))]
         return result
 
-    async def reconnect(self) -> None:
-        """The engine has been started again at the same address."""
-        assert self._remote is not None, "only a worker that was started has an engine elsewhere"
-        self._remote.connect(await _connect(self._engine_address))
+    async def follow(self, engines: Sequence[EngineAddress]) -> None:
+        """These engines serve from now on, and no others."""
+        assert self._connections is not None, "only a worker that was started has engines elsewhere"
+        await self._connections.follow(engines)
 
     async def aclose(self) -> None:
         await self._closing.aclose()
-
-    def _is_lost(self, connection: Channel | None) -> bool:
-        """Whether this connection to the engine has ended."""
-        if connection is None or self._remote is None:
-            return False
-        return self._remote.channel is not connection or not connection.is_open
 
     async def _run_sample(self, task: GroupTask, number: int) -> tuple[Episode | Rejection, Digests]:
         """Each sample has its own copy of the task, which its agent may change, and its own seed."""
@@ -208,10 +220,6 @@ class RolloutWorker(GroupWorker):
         watch = StallWatch(seconds, log.begin, on_end, limit_seconds=self._timeout_seconds, entries=(call.__code__,))
         watch.start()
         self._closing.callback(watch.close)
-
-
-async def _connect(engine_address: str) -> Channel:
-    return await connect(engine_address, wire=api_wire(), peer="the engine")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from areal.api.io_struct import ModelRequest, ModelResponse
 from areal.config.rollout import GenerationHyperparameters
 from areal.config.training import OptimizerConfig
 from areal.engine.inference.fake import FakeEngine
+from areal.engine.inference.group import EngineGroup
 from areal.engine.inference.server import load_engine
 from areal.engine.model.architecture import read_architecture
 from areal.engine.training.engine import TrainingEngine
@@ -38,6 +39,11 @@ class Engines:
             return await self.process.connect()
         if self.kind == "embedded":
             return load_engine(self.model)
+        if self.kind == "group":
+            group = EngineGroup()
+            group.add("one", load_engine(self.model))
+            group.add("two", load_engine(self.model))
+            return group
         return FakeEngine(vocab_size=261, max_positions=TINY.max_positions, tokenizer=byte_tokenizer())
 
     def publish(self) -> WeightUpdate:
@@ -47,7 +53,7 @@ class Engines:
         return self.trainer.publish()
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["embedded", "server", "fake"])
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["embedded", "server", "fake", "group"])
 async def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Engines]:
     place = tmp_path_factory.mktemp("model")
     model = write_model(place / "model")

@@ -22,7 +22,9 @@ class EngineProcess:
 
     async def connect(self) -> RemoteEngine:
         """An engine over a connection of its own, as a rollout worker has it."""
-        return RemoteEngine(await connect(self.arrival.info["address"], wire=api_wire(), peer="the engine"))
+        secret = self.listener.secret
+        address = self.arrival.info["address"]
+        return RemoteEngine(await connect(address, wire=api_wire(), peer="the engine", secret=secret))
 
 
 @asynccontextmanager

@@ -1,4 +1,5 @@
-"""What every engine does, on each engine: embedded in this process, embedded as a server process, and the fake one."""
+"""What every engine does, on each engine: embedded in this process, embedded as a server process,
+a group of two embedded ones, and the fake one."""
 
 import asyncio
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from sdk_call import DATA, MAX_POSITIONS
 
-from areal.api.messages import Episode, Rejection, WorkerSetup
+from areal.api.messages import EngineAddress, Episode, Rejection, WorkerSetup
 from areal.config.rollout import AgentConfig, GenerationHyperparameters, ProxyConfig, RolloutConfig
 from areal.engine.builtin.tokenizer import make_tokenizer
 from areal.engine.inference.fake import FakeEngine
@@ -88,7 +88,9 @@ def play_workflow(engine: FakeEngine, tokenizer: Any) -> Play:
 async def engine_listener(engine: FakeEngine, tmp_path: Path) -> AsyncIterator[Listener]:
     """The engine served on a socket, as in a run."""
     listener = await serve(
-        f"unix:{tmp_path}/engine", lambda channel: channel.handlers.update(engine_handlers(engine)), wire=api_wire()
+        f"unix:{tmp_path}/engine",
+        lambda channel: channel.handlers.update(engine_handlers(engine, channel)),
+        wire=api_wire(),
     )
     yield listener
     await listener.close()
@@ -115,7 +117,7 @@ async def start_worker(
                 gconfig=GenerationHyperparameters(n_samples=4, max_new_tokens=64),
                 workflow=WorkflowSpec(workflow).pack(),
                 eval_workflow=WorkflowSpec(eval_workflow).pack() if eval_workflow else b"",
-                engine_address=engine_listener.address,
+                engines=[EngineAddress("engine", 1, engine_listener.address)],
                 tokenizer_path=str(tmp_path / "tokenizer"),
                 max_positions=MAX_POSITIONS,
                 reward_fn="",

@@ -1,4 +1,4 @@
-from areal.trainer.fleet import HOUR_SECONDS, RestartBudget
+from areal.trainer.processes import HOUR_SECONDS, RestartBudget
 
 
 def test_budget_allows_so_many_restarts_within_an_hour() -> None:

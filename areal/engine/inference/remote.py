@@ -1,90 +1,59 @@
 """An engine in another process, over a channel: `RemoteEngine` at the caller's end, `engine_handlers` at the engine's.
 
-Streamed tokens are gathered: all that one decode step draws travels in one message. The call of a stream returns the
-whole answer after its last tokens.
-
-An engine that died may be started again. Then calls wait for the new connection and are made again there; a request is
-complete in itself, so its caller notices nothing. Only a stream whose first tokens have arrived cannot begin again.
+Tokens arrive while they are drawn, also those of calls that do not stream: gathered, a few times a second. So when the
+engine ends, what it had drawn by then is known, and another engine can go on from there. All that one decode step draws
+for streams travels in one message. A call returns the whole answer after its last tokens.
 """
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from functools import partial
 from typing import Any
 
 from areal.api.engine_api import EngineHealth, WeightUpdate
-from areal.api.errors import EngineError
+from areal.api.errors import EngineGone
 from areal.api.io_struct import ModelRequest, ModelResponse, TokenChunk
 from areal.infra.rpc.channel import Channel, ChannelClosed, Handler
 
 CONTROL_SECONDS = 60.0
 """How long a control call may take: it is served between two decode steps."""
+GATHER_SECONDS = 0.25
+"""How much drawing a call that does not stream may lose if its engine ends."""
 _TOKENS = "tokens"
 """The message with streamed tokens: a list of [stream, tokens, logprobs, versions], and the digests of the versions."""
 
 
 class RemoteEngine:
-    """Implements `InferenceEngine`. The channel belongs to it: streamed tokens arrive there."""
+    """Implements `InferenceEngine`, for as long as the channel is open. The channel belongs to it."""
 
-    def __init__(self, channel: Channel | None = None, *, returns: bool = False) -> None:
-        """`returns`: whoever made this starts the engine again if it dies, and calls `connect` or `give_up`."""
-        self.channel: Channel | None = None
-        self._returns = returns
-        self._changed = asyncio.Event()
-        """Set at the next `connect` or `give_up`."""
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        channel.handlers[_TOKENS] = self._receive
         self._streams: dict[int, _Inbox] = {}
         self._numbers = itertools.count()
-        if channel is not None:
-            self.connect(channel)
-
-    def connect(self, channel: Channel) -> None:
-        """Use this connection from now on."""
-        channel.handlers[_TOKENS] = self._receive
-        self.channel = channel
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    def give_up(self) -> None:
-        """The engine will not be started again: whoever waits for that gets an EngineError."""
-        self._returns = False
-        self._changed.set()
-
-    async def until_connected(self) -> Channel:
-        """The open connection; waits for one while the engine is being started."""
-        while self.channel is None or not self.channel.is_open:
-            if not self._returns:
-                raise EngineError("the engine is gone")
-            await self._changed.wait()
-        return self.channel
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
-        response: ModelResponse = await self._call("agenerate", req, timeout_seconds=None)
-        return response
+        stream, inbox = self._open_stream(req)
+        try:
+            answer: ModelResponse = await self._call("astream", stream, req, GATHER_SECONDS, timeout_seconds=None)
+            return answer
+        except EngineGone as gone:
+            raise EngineGone(str(gone), inbox.take()) from None
+        finally:
+            del self._streams[stream]
 
     async def astream(self, req: ModelRequest, *, every_seconds: float = 0.0) -> AsyncGenerator[TokenChunk, None]:
-        stream, inbox = next(self._numbers), _Inbox(0 if req.drawn is None else len(req.drawn.tokens))
-        self._streams[stream] = inbox
-        sent = partial(
-            self._call,
-            "astream",
-            stream,
-            req,
-            every_seconds,
-            timeout_seconds=None,
-            may_repeat=lambda: not inbox.begun,
-        )
-        call = asyncio.ensure_future(sent())
+        stream, inbox = self._open_stream(req)
+        call = asyncio.ensure_future(self._call("astream", stream, req, every_seconds, timeout_seconds=None))
         call.add_done_callback(lambda _: inbox.arrived.set())
         try:
-            response: ModelResponse | None = None
-            while response is None:
-                await inbox.arrived.wait()
-                if call.done() and call.exception() is not None and inbox.pending:
-                    yield inbox.take(None)  # what arrived before the engine ended need not be computed again
-                response = call.result() if call.done() else None
-                yield inbox.take(response)
+            while not call.done() or (call.exception() is not None and inbox.pending):
+                if inbox.pending:  # of an engine that has ended too: what it sent need not be computed again
+                    yield inbox.take()
+                else:
+                    await inbox.arrived.wait()
+            yield inbox.rest_of(call.result())
         finally:
             del self._streams[stream]
             call.cancel()
@@ -114,29 +83,23 @@ class RemoteEngine:
         return pauses
 
     async def aclose(self) -> None:
-        self.give_up()
-        if self.channel is not None:
-            await self.channel.close()
+        await self.channel.close()
+
+    def _open_stream(self, req: ModelRequest) -> "tuple[int, _Inbox]":
+        stream = next(self._numbers)
+        inbox = self._streams[stream] = _Inbox(0 if req.drawn is None else len(req.drawn.tokens))
+        return stream, inbox
 
     def _receive(self, parcels: list[Any], digests: dict[int, str]) -> None:
-        for stream, *parts in parcels:
+        for stream, tokens, logprobs, versions in parcels:
             if stream in self._streams:  # otherwise its reader is gone, and the cancelled call stops the engine
-                self._streams[stream].add(*parts, digests)
+                self._streams[stream].add(tokens, logprobs, versions, digests)
 
-    async def _call(
-        self,
-        method: str,
-        *args: Any,
-        timeout_seconds: float | None = CONTROL_SECONDS,
-        may_repeat: Callable[[], bool] = lambda: True,
-    ) -> Any:
-        while True:
-            channel = await self.until_connected()
-            try:
-                return await channel.call(method, *args, timeout_seconds=timeout_seconds)
-            except ChannelClosed as error:
-                if not (self._returns and may_repeat()):
-                    raise EngineError(f"the engine is gone: {error}") from None
+    async def _call(self, method: str, *args: Any, timeout_seconds: float | None = CONTROL_SECONDS) -> Any:
+        try:
+            return await self.channel.call(method, *args, timeout_seconds=timeout_seconds)
+        except ChannelClosed as error:
+            raise EngineGone(f"the engine is gone: {error}") from None
 
 
 class _Inbox:
@@ -145,40 +108,39 @@ class _Inbox:
     def __init__(self, drawn: int) -> None:
         """`drawn`: how many tokens the answer had before."""
         self.arrived = asyncio.Event()
-        self.begun = False
-        """Whether tokens have arrived."""
-        self._pending = TokenChunk()
+        self._arrived_chunk = TokenChunk()
         self._taken = drawn
 
     @property
     def pending(self) -> bool:
-        return bool(self._pending.tokens)
+        return bool(self._arrived_chunk.tokens)
 
     def add(self, tokens: list[int], logprobs: list[float], versions: list[int], digests: dict[int, str]) -> None:
-        self._pending.extend(TokenChunk(tokens, logprobs, versions, digests=digests))
-        self.begun = True
+        self._arrived_chunk.extend(TokenChunk(tokens, logprobs, versions, digests=digests))
         self.arrived.set()
 
-    def take(self, response: ModelResponse | None) -> TokenChunk:
-        """The new tokens; with the whole answer, all that were not taken before."""
-        self.arrived.clear()
-        chunk, self._pending = self._pending, TokenChunk()
-        if response is not None:
-            at = self._taken
-            chunk = TokenChunk(
-                tokens=response.output_tokens[at:],
-                logprobs=response.output_logprobs[at:],
-                versions=response.output_versions[at:],
-                response=response,
-                digests=response.digests,
-            )
+    def take(self) -> TokenChunk:
+        """The tokens that have arrived since the last call."""
+        self.arrived.clear()  # the end of the call, which sets it too, is looked at apart
+        chunk, self._arrived_chunk = self._arrived_chunk, TokenChunk()
         self._taken += len(chunk.tokens)
         return chunk
 
+    def rest_of(self, response: ModelResponse) -> TokenChunk:
+        """The last chunk: the whole answer, and its tokens that were not taken."""
+        at = self._taken
+        return TokenChunk(
+            tokens=response.output_tokens[at:],
+            logprobs=response.output_logprobs[at:],
+            versions=response.output_versions[at:],
+            response=response,
+            digests=response.digests,
+        )
+
 
 def engine_handlers(engine: Any, channel: Channel | None = None) -> dict[str, Handler]:
-    """What a process that holds `engine` answers; streams need the channel that their tokens go back on."""
-    verbs = ("agenerate", "stage_weights", "update_weights", "pause", "resume", "health", "activity", "pauses")
+    """What a process that holds `engine` answers; to generate it needs the channel that tokens go back on."""
+    verbs = ("stage_weights", "update_weights", "pause", "resume", "health", "activity", "pauses")
     handlers: dict[str, Handler] = {verb: getattr(engine, verb) for verb in verbs if hasattr(engine, verb)}
     return handlers if channel is None else handlers | {"astream": _TokenSender(engine, channel).astream}
 

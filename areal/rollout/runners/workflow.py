@@ -1,6 +1,7 @@
 """Episodes of a RolloutWorkflow: it calls the engine itself, and returns tensors or interactions to train on."""
 
 import re
+import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
@@ -115,6 +116,7 @@ class RecordingEngine:
         self.digests: dict[int, str] = {}
         self._temperatures: set[float] = set()
         self._engine = engine
+        self._session = secrets.token_hex(8)
         self._greedy = greedy
         self._seeds = None if seed is None else CallSeeds(seed)
 
@@ -129,9 +131,9 @@ class RecordingEngine:
         self._record(req, response, asked_at)
         return response
 
-    async def astream(self, req: ModelRequest) -> AsyncGenerator[TokenChunk, None]:
+    async def astream(self, req: ModelRequest, *, every_seconds: float = 0.0) -> AsyncGenerator[TokenChunk, None]:
         req, asked_at = self._adjusted(req), time.monotonic()
-        async with aclosing(self._engine.astream(req)) as chunks:
+        async with aclosing(self._engine.astream(req, every_seconds=every_seconds)) as chunks:
             async for chunk in chunks:
                 if chunk.response is not None:
                     self._record(req, chunk.response, asked_at)
@@ -141,7 +143,8 @@ class RecordingEngine:
         changes: dict[str, Any] = {"greedy": True} if self._greedy else {}
         if self._seeds is not None:
             changes["seed"] = self._seeds.next(req.input_ids, req.gconfig.seed)
-        return replace(req, gconfig=req.gconfig.new(**changes)) if changes else req
+        gconfig = req.gconfig.new(**changes) if changes else req.gconfig
+        return replace(req, gconfig=gconfig, session=req.session or self._session)
 
     def _record(self, req: ModelRequest, response: ModelResponse, asked_at: float) -> None:
         self.turns.append((asked_at, time.monotonic(), response.output_len))

@@ -1,0 +1,209 @@
+"""The processes of a run: started, joined, kept running and ended.
+
+A `ProcessPlace` is what a process is needed for: an engine, a rollout worker. Whatever fills it may end at any moment.
+It is then filled again, within the budget of its role. A place that cannot be filled any more is retired if the run can
+do without it, else the run fails.
+
+Invariant: when a death ends the run, it fails with what died, not with the broken connection that it caused.
+"""
+
+import asyncio
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+from areal.api.errors import ArealError, EngineError, ProcessDied
+from areal.api.messages import WORKER_ROLE
+from areal.config.resources import Resources
+from areal.config.training import SchedulerConfig
+from areal.engine.model.weights import shared_memory
+from areal.infra.rpc.channel import Channel, ChannelClosed
+from areal.infra.rpc.connect import ConnectedProcess, DriverListener
+from areal.infra.rpc.wire import api_wire
+from areal.infra.scheduler import Ask, Command, Placement, make_scheduler
+from areal.utils.logging import getLogger
+
+ASK_SECONDS = 10.0
+CAUSE_SECONDS = 2.0
+"""A broken connection is noticed before the death that broke it; how long to wait for the better explanation."""
+HOUR_SECONDS = 3600.0
+logger = getLogger("fleet")
+
+
+def ask(name: str, resources: Resources, gpus: int | None) -> Ask:
+    """What the settings of a role say that a process of it needs."""
+    return Ask(name, resources.cpus, gpus, round(resources.memory_gib * 1024))
+
+
+class ProcessPlace(Protocol):
+    role: str
+    """Whose restarts count together."""
+    ask: Ask | None
+    """What its process needs of a host; None = it is not started here."""
+
+    async def start(self) -> Placement: ...
+
+    async def join(self, placement: Placement) -> None:
+        """Wait until the process is there and let it work. A failure with the process still there fails the run."""
+        ...
+
+    def leave(self) -> None:
+        """The process has ended."""
+        ...
+
+    def retire(self) -> bool:
+        """It will not be started again; returns whether the run can go on without it."""
+        ...
+
+
+class Processes:
+    """What fills the places of a run, until `close`."""
+
+    def __init__(self, config: SchedulerConfig, logs: Path, on_failure: Callable[[Exception], None]) -> None:
+        """`on_failure` gets the reason why the run cannot go on, on the event loop."""
+        self._config = config
+        self._scheduler = make_scheduler(config.type, config.address)
+        self._logs = logs
+        self._on_failure = on_failure
+        self._listener = DriverListener(api_wire())
+        self.shared_memory = self._scheduler.scratch(shared_memory())
+        """A directory for the weights that engines map."""
+        self.sockets = self._scheduler.scratch(Path(tempfile.gettempdir()))
+        """A directory for the sockets of engines."""
+        self._asks: dict[str, Ask] = {}
+        """By the name of the process."""
+        self._budgets: dict[str, RestartBudget] = {}
+        self._keeping: list[asyncio.Task[None]] = []
+        self._channels: dict[str, Channel] = {}
+        self._cpu_seconds: dict[str, float] = {}
+        """By process, as far as it is known."""
+        self._started_with: dict[str, float] = {}
+        """What was used before the present process of that name."""
+
+    @property
+    def secret(self) -> bytes:
+        """The run's, which its processes prove to know to each other."""
+        return self._listener.secret
+
+    async def start(
+        self, places: Sequence[ProcessPlace], never_again: Sequence[str] = (), set_aside: Sequence[Ask] = ()
+    ) -> None:
+        """Fill all places at once, and keep them filled; those of the roles `never_again` only once.
+
+        `set_aside` is for others: the trainer, which runs in the driver.
+        """
+        for place in places:
+            limit = 0 if place.role in never_again else self._config.max_restarts
+            self._budgets.setdefault(place.role, RestartBudget(limit))
+        asks = [place.ask for place in places if place.ask is not None]
+        self._asks = {ask.name: ask for ask in asks}
+        await self._scheduler.reserve([*set_aside, *asks], self._config.place_seconds)
+        await self._listener.open(f"tcp:{self._scheduler.host}:0")
+        placements = await asyncio.gather(*(place.start() for place in places))
+        await asyncio.gather(*(_join(place, each) for place, each in zip(places, placements, strict=True)))
+        for place, placement in zip(places, placements, strict=True):
+            self._keeping.append(asyncio.ensure_future(self._keep(place, placement)))
+
+    async def spawn(self, name: str, module: Sequence[str], env: dict[str, str]) -> Placement:
+        """Start `python -m …`, which connects to the driver and is then `expect`ed."""
+        path = os.pathsep.join(each or os.getcwd() for each in sys.path)
+        env = {"PYTHONPATH": path, **env, **self._listener.env}
+        log = self._logs / f"{name.replace(' ', '-')}.log"
+        argv = [sys.executable, "-m", *module]
+        ask, secret = self._asks.get(name), self._listener.secret
+        command = Command(name, argv, log, env, self._config.heartbeat_seconds, secret, ask)
+        return await self._scheduler.start(command)
+
+    async def expect(self, role: str, index: int, placement: Placement, *, timeout_seconds: float) -> ConnectedProcess:
+        """The process that was spawned, once it has connected. Raises ProcessDied."""
+        return await self._listener.expect(role, index, placement, timeout_seconds=timeout_seconds)
+
+    def count_cpu(self, name: str, channel: Channel) -> None:
+        """The process at the other end counts in `cpu_seconds` from now on."""
+        self._channels[name] = channel
+        self._started_with[name] = self._cpu_seconds.setdefault(name, 0.0)
+
+    async def cpu_seconds(self) -> dict[str, float]:
+        """What a process used before it died is known as of the last call."""
+        for name, channel in sorted(self._channels.items()):
+            with suppress(ChannelClosed, TimeoutError):
+                since = self._started_with[name]
+                self._cpu_seconds[name] = since + await channel.call("cpu_seconds", timeout_seconds=ASK_SECONDS)
+        return {"driver": time.process_time(), **self._cpu_seconds}
+
+    async def close(self) -> None:
+        for task in self._keeping:
+            task.cancel()
+        await asyncio.gather(*self._keeping, return_exceptions=True)
+        await self._listener.close()
+        await self._scheduler.close()
+
+    async def _keep(self, place: ProcessPlace, placement: Placement) -> None:
+        """Fill the place again whenever its process has ended, as often as the budget of its role allows."""
+        died = ""
+        while True:
+            if not died:
+                await placement.wait()
+                died = placement.describe_exit()
+                place.leave()
+            if not self._budgets[place.role].spend():
+                self._end(place, died, placement)
+                return
+            logger.warning("%s; it is started again, and what it was doing is done again", died)
+            try:
+                placement = await place.start()
+            except (ArealError, OSError) as error:
+                died = f"it cannot be started again: {error}"
+                continue
+            died = ""
+            try:
+                await _join(place, placement)
+            except Exception as error:
+                if placement.returncode is None:
+                    self._on_failure(error)
+                    return
+
+    def _end(self, place: ProcessPlace, died: str, placement: Placement) -> None:
+        limit = self._budgets[place.role].limit
+        why = f"; {limit} restarts within an hour are as many as scheduler.max_restarts allows" if limit else ""
+        if place.retire():
+            logger.warning("%s%s; the run goes on without it", died, why)
+            return
+        if place.role == WORKER_ROLE and (placement.returncode or 0) > 0:
+            why += "; an inline agent that ends its process does this, rollout.agent.mode=subproc keeps it apart"
+        self._on_failure(ProcessDied(died + why))
+
+
+async def _join(place: ProcessPlace, placement: Placement) -> None:
+    """Raises ProcessDied if the process ended meanwhile, not the broken connection that its death caused."""
+    try:
+        await place.join(placement)
+    except (ChannelClosed, EngineError):
+        with suppress(TimeoutError):
+            await asyncio.wait_for(placement.wait(), CAUSE_SECONDS)
+        if placement.returncode is None:
+            raise
+        raise ProcessDied(placement.describe_exit()) from None
+
+
+class RestartBudget:
+    """At most `limit` restarts within an hour."""
+
+    def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.limit = limit
+        self._clock = clock
+        self._spent: list[float] = []
+
+    def spend(self) -> bool:
+        """Whether one more is allowed; it then counts."""
+        now = self._clock()
+        self._spent = [each for each in self._spent if now - each < HOUR_SECONDS]
+        if len(self._spent) >= self.limit:
+            return False
+        self._spent.append(now)
+        return True
