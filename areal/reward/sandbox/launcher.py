@@ -30,6 +30,8 @@ INSTALLATION_DIRECTORIES = ("bin", "lib", "lib64")
 SYSTEM_FILES = ("/etc/ld.so.cache", "/dev/null", "/dev/urandom")
 BUBBLEWRAP = ("/usr/bin/bwrap", "/bin/bwrap", "/usr/local/bin/bwrap")
 NOBODY = 65534
+START_SECONDS = 30.0
+"""Until Python has started, on a machine that is busy; the program's own time begins then."""
 PROGRAM, INSTALLATION, FILTER, STATUS = 3, 4, 5, 6
 """Descriptors at the start of a program, or of bubblewrap, which keeps all but the first two to itself."""
 
@@ -99,9 +101,11 @@ def _keep(isolation: "Unprotected", job: Job, caller: int, report: int, program:
     finally:
         try:
             isolation.leave()
-            os.write(report, json.dumps(outcome).encode())
         finally:
-            os._exit(0)
+            try:
+                os.write(report, json.dumps(outcome).encode())
+            finally:
+                os._exit(0)
 
 
 def _run(
@@ -122,6 +126,7 @@ def _run(
         finally:
             os._exit(1)
     theirs.close()
+    ours.settimeout(START_SECONDS)
     status: int | None = None
     try:
         trouble = ours.recv(4096).decode()
@@ -290,7 +295,7 @@ class Bubblewrap(Unprotected):
             os.dup2(source, place)
         _expose_to_out_of_memory_killer(self.proc)
         limit(job, self._processes(job), max(job.output_bytes, os.fstat(program).st_size))  # it copies the text
-        become_user(self.user)
+        become_user(self.user, for_good=False)
         _die_with_keeper(keeper)
         arguments = ["--unshare-all", "--unshare-user", "--uid", str(NOBODY), "--gid", str(NOBODY)]
         arguments += ["--cap-drop", "ALL", "--die-with-parent", "--new-session"]
@@ -324,7 +329,7 @@ class Namespaces(Unprotected):
         require_filter()
         self.privileged = os.getuid() == 0 and _libc.unshare(_NEW_MOUNTS | _NEW_REST) == 0
         if not self.privileged:
-            become_user(own_user())
+            become_user(own_user(), for_good=False)
             self._enter_user_namespace(_NEW_MOUNTS | _NEW_REST)
         self._build_root()
 
@@ -441,9 +446,10 @@ def own_user() -> int:
     raise Refused("root may not become another user here, and programs never run as root")
 
 
-def become_user(user: int) -> None:
-    """Lose every right for good. Raises rather than go on as root."""
-    for capability in range(64):
+def become_user(user: int, *, for_good: bool = True) -> None:
+    """Lose every right. Raises rather than go on as root. `for_good=False` lets a program that is started have more
+    rights than this process, as bubblewrap does in some distributions; it takes them from its own program."""
+    for capability in range(64 if for_good else 0):
         if _libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0) != 0:
             break  # past the last one, or not ours to drop: then no_new_privs has to do
     if os.getuid() == 0:
@@ -453,7 +459,8 @@ def become_user(user: int) -> None:
     if 0 in (*os.getresuid(), *os.getresgid()):
         raise Refused("programs never run as root, and this process could not become another user")
     _checked("capset", _libc.capset(struct.pack("Ii", 0x20080522, 0), bytes(24)))
-    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+    if for_good:
+        _prctl(_PR_SET_NO_NEW_PRIVS, 1)
 
 
 def limit(job: Job, processes: int, file_bytes: int | None = None) -> None:
