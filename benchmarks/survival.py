@@ -22,7 +22,6 @@ import re
 import secrets
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -30,7 +29,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -65,7 +64,7 @@ class Counts:
     """Of each run with bad agents."""
 
 
-QUICK = Counts(bodies=400, cancellations=80, kills=5, kill_steps=6, agent_steps=2)
+QUICK = Counts(bodies=200, cancellations=80, kills=4, kill_steps=4, agent_steps=1)
 
 
 def progress(line: str) -> None:
@@ -99,7 +98,7 @@ IDLE_SECONDS = 10.0
 NEW_TOKENS = 12
 QUESTION = {"model": "default", "messages": [{"role": "user", "content": "Sort 5291"}], "max_tokens": NEW_TOKENS}
 CALM_CALLS = 5
-"""To find out how long a call takes, in ticks of the event loop."""
+"""To find out how long a call takes, in ticks of the event loop: the least of these, because some wait for threads."""
 
 
 class Served:
@@ -128,7 +127,7 @@ class Served:
 
     async def measure_ticks(self) -> None:
         for kind, call in (("generation", self._generate), ("call", self._ask)):
-            self._ticks[kind] = statistics.median_high([await _ticks_of(call) for _ in range(CALM_CALLS)])
+            self._ticks[kind] = min([await _ticks_of(call) for _ in range(CALM_CALLS)])
 
     async def attack(self) -> None:
         attack = self.draw.choice(self._attacks)
@@ -355,8 +354,10 @@ TOKEN = "AREAL_SURVIVAL_TOKEN"
 """An environment variable that every process of a run has, wherever it has got to."""
 VICTIMS = {"areal.engine.inference.server": 35, "areal.rollout.worker": 45, "driver": 15, "paused driver": 5}
 """Who is attacked, and how often of a hundred times."""
-MOST_WAIT_SECONDS = 3.0
-"""Between two attacks on a run."""
+WHEN_TRAINING = 0.7
+"""The share of attacks that wait until the run has got over the last one; the others hit it while it recovers."""
+MOST_WAIT_SECONDS = 1.5
+"""Before an attack, so that it may come at any point of a step."""
 ATTACKS_PER_RUN = 25
 """Then it is left to end."""
 PAUSE_SECONDS = 3.0
@@ -456,15 +457,18 @@ class AttackedRun(Closing):
         except subprocess.TimeoutExpired:
             return None
 
-    def wait_to_end(self) -> int | None:
-        """Its exit code; None = it hangs."""
+    def wait_for_step(self) -> int | None:
+        """Until one more step is recorded; the exit code if it ends before that. Raises TimeoutError if it hangs."""
         seen, deadline = self._steps_recorded(), time.monotonic() + HANG_SECONDS
-        while (code := self.wait(1.0)) is None:
-            recorded = self._steps_recorded()
-            if recorded != seen:
-                seen, deadline = recorded, time.monotonic() + HANG_SECONDS
-            elif time.monotonic() > deadline:
-                return None
+        while (code := self.wait(0.2)) is None and self._steps_recorded() == seen:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no step within {HANG_SECONDS:.0f} s")
+        return code
+
+    def wait_to_end(self) -> int:
+        """The exit code. Raises TimeoutError if it hangs."""
+        while (code := self.wait_for_step()) is None:
+            pass
         return code
 
     def ended_in_its_start(self, code: int) -> bool:
@@ -528,7 +532,7 @@ def _processes() -> Iterator[tuple[int, str, str]]:
 def examine(
     run: AttackedRun, code: int | None, damage: Damage, *, all_groups: bool = True, expected_end: str = ""
 ) -> None:
-    """Add to `damage` what the run shows once it has ended.
+    """Add to `damage` what the run shows once it has ended with an exit code; None = it hangs.
 
     `all_groups`: none may have been rejected either; `expected_end`: how workers may end without an attack.
     """
@@ -598,7 +602,9 @@ def kill_processes(count: int, steps: int, seed: int, place: Path) -> Damage:
             f"rollout.max_head_offpolicyness={draw.choice((0, steps))}",
             "rollout.num_workers=2",
         ) as run:
-            code = attack(run, draw, min(ATTACKS_PER_RUN, count - damage.attacks.total()), damage)
+            code = None
+            with suppress(TimeoutError):
+                code = attack(run, draw, min(ATTACKS_PER_RUN, count - damage.attacks.total()), damage)
             examine(run, code, damage)
         shutil.rmtree(run.place)
         progress(f"kills: {damage.attacks.total()} of {count} in {damage.runs} runs ({time.monotonic() - began:.0f} s)")
@@ -606,20 +612,25 @@ def kill_processes(count: int, steps: int, seed: int, place: Path) -> Damage:
     return damage
 
 
-def attack(run: AttackedRun, draw: random.Random, count: int, damage: Damage) -> int | None:
-    """Attack random processes of the run at random moments, then let it end; its exit code, None = it hangs."""
+def attack(run: AttackedRun, draw: random.Random, count: int, damage: Damage) -> int:
+    """Attack random processes of the run at random moments, then let it end; its exit code.
+
+    Raises TimeoutError if it hangs.
+    """
     for victim in draw.choices(list(VICTIMS), list(VICTIMS.values()), k=count):
-        struck = False
+        trained, struck = draw.random() < WHEN_TRAINING, False
         while not struck:
-            if (code := run.wait(draw.uniform(0, MOST_WAIT_SECONDS))) is None:
+            code = run.wait_for_step() if trained else None
+            code = run.wait(draw.uniform(0, MOST_WAIT_SECONDS)) if code is None else code
+            if code is None:
                 struck = strike(run, victim, draw, damage)
             elif run.ended_in_its_start(code):
                 go_on(run, damage)
             else:
                 return code
-    while (code := run.wait_to_end()) is not None and run.ended_in_its_start(code):
+    while run.ended_in_its_start(end := run.wait_to_end()):
         go_on(run, damage)
-    return code
+    return end
 
 
 def strike(run: AttackedRun, victim: str, draw: random.Random, damage: Damage) -> bool:
@@ -671,7 +682,10 @@ def run_bad_agents(steps: int, seed: int, place: Path) -> dict[str, Damage]:
             f"rollout.agent.timeout_seconds={AGENT_SECONDS}",
             *settings,
         ) as run:
-            examine(run, run.wait_to_end(), damage, all_groups=False, expected_end=end)
+            code = None
+            with suppress(TimeoutError):
+                code = run.wait_to_end()
+            examine(run, code, damage, all_groups=False, expected_end=end)
         damage.seconds = time.monotonic() - began
         found[mode] = damage
         progress(f"bad agents, {mode}: {damage.restarts} restarts, {dict(damage.rejections)}, {damage.seconds:.0f} s")
@@ -712,8 +726,8 @@ def run(seed: int, counts: Counts) -> tuple[dict[str, Any], list[Aim]]:
         "seed": seed,
         "bodies": bodies,
         "cancellations": calls,
-        "kills": asdict(kills),
-        "bad_agents": {mode: asdict(damage) for mode, damage in agents.items()},
+        "kills": vars(kills),
+        "bad_agents": {mode: vars(damage) for mode, damage in agents.items()},
     }
     made = Aim.at_least("attacks on processes", kills.attacks.total(), counts.kills)
     return figures, [made, *(Aim.at_most(name, value, 0) for name, value in values.items())]
