@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -88,6 +89,17 @@ _OUTCOMES: tuple[tuple[type[CallError], Outcome, type[RewardError]], ...] = (
 )
 
 
+def _check_machine(reward_fn: Callable[..., Any]) -> None:
+    """A reward function that not every machine can run says so here, once, and not in every episode.
+
+    Its attribute `check_machine` is called with the keywords that a `functools.partial` has set, and raises.
+    """
+    function, settings = (reward_fn.func, reward_fn.keywords) if isinstance(reward_fn, partial) else (reward_fn, {})
+    check = getattr(function, "check_machine", None)
+    if check is not None:
+        check(**settings)
+
+
 class AsyncRewardWrapper:
     """`await wrapper(*args, **kwargs)` is `reward_fn(*args, **kwargs)`, or a typed failure by the deadline.
 
@@ -109,6 +121,7 @@ class AsyncRewardWrapper:
         require(timeout_seconds > 0, f"timeout_seconds must be > 0, got {timeout_seconds}")
         require(max_workers is None or max_workers >= 1, f"max_workers must be >= 1, got {max_workers}; None = cores")
         require(max_retries >= 0, f"max_retries must be >= 0, got {max_retries}")
+        _check_machine(reward_fn)
         self.reward_fn = reward_fn
         self.timeout_seconds = timeout_seconds
         self.max_workers = max_workers

@@ -48,6 +48,13 @@ def code_reward(
     return float(all(_passes_pair(program, pair, _remaining(limits, deadline), kind) for pair in pairs))
 
 
+def _check_machine(*, isolation: AskedIsolation = "auto", **_: Any) -> None:
+    find_isolation(isolation)
+
+
+code_reward.check_machine = _check_machine  # type: ignore[attr-defined]  # `AsyncRewardWrapper` calls it when it is made
+
+
 def extract_program(completion: str) -> str:
     """The last fenced block; one that is cut off counts up to where it ends."""
     blocks: list[str] = _FENCE.findall(completion)

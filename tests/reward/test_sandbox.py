@@ -734,6 +734,14 @@ def test_code_reward_refuses_on_a_kernel_that_forbids_isolation() -> None:
         assert part in done.stderr
 
 
+def test_a_workflow_with_code_reward_is_refused_there_before_its_first_episode() -> None:
+    make = "from functools import partial\nfrom areal.api.reward_api import AsyncRewardWrapper\n"
+    make += "AsyncRewardWrapper(partial(code_reward, isolation='none'))\nprint('made')\nAsyncRewardWrapper(code_reward)"
+    done = on_a_kernel_that_forbids_isolation(make)
+    assert (done.returncode, done.stdout) == (1, "made\n")
+    assert "ConfigError: programs of a model run only where the kernel isolates them" in done.stderr
+
+
 def test_code_reward_runs_there_without_isolation_if_that_is_asked_for_by_name() -> None:
     done = on_a_kernel_that_forbids_isolation("print(code_reward('', program, [], [], tests=tests, isolation='none'))")
     assert done.stdout == "1.0\n", done.stderr
