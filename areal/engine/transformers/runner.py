@@ -74,8 +74,8 @@ class TransformersRunner:
             mask, places = self._cache.begin(positions)
             options = {"attention_mask": mask, "position_ids": places[:, None], "use_cache": True}
             options["past_key_values"] = self._cache
-            sent = self.model.sent
-            return self.model.logits(sent(torch.tensor(ids))[:, None], (), sent(torch.tensor([0])), **options)[:, 0]
+            column = torch.zeros(1, dtype=torch.long, device=self.model.device)
+            return self.model.logits(self.model.sent(torch.tensor(ids))[:, None], (), column, **options)[:, 0]
         rows = range(len(ids))
         held = [self._rows[row] for row in rows]
         prompts = [[*tokens[:at], token] for (tokens, _), token, at in zip(held, ids, positions, strict=True)]
