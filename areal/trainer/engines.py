@@ -20,7 +20,6 @@ from areal.config.backend import Backend
 from areal.config.rollout import RolloutConfig
 from areal.engine.inference.group import EngineGroup
 from areal.engine.inference.remote import RemoteEngine
-from areal.engine.inference.server import require_opener
 from areal.infra.rpc.channel import Channel
 from areal.infra.rpc.connect import connect
 from areal.infra.rpc.wire import api_wire
@@ -90,7 +89,6 @@ class Engines:
             secret = rollout.engine_secret
             doors: list[EngineDoor] = [_RunningServer(each, secret, processes) for each in rollout.addresses]
         else:
-            require_opener(backend.kind)
             env = {"OMP_NUM_THREADS": str(max(1, threads // backend.servers))}
             doors = [_OwnServer(index, backend, rollout, model, processes, env) for index in range(backend.servers)]
         engines.members = [EngineMember(engines, door) for door in doors]
@@ -279,6 +277,7 @@ class _OwnServer:
             "--sockets": processes.sockets,
         }
         words = [str(word) for option in options.items() for word in option]
+        words += [f"--python={rollout.python}", *(f"--engine-arg={each}" for each in rollout.engine_args)]
         self._module = ["areal.engine.inference.server", str(model), *words]
 
     async def start(self) -> Placement:

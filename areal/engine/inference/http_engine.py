@@ -57,14 +57,14 @@ UNLABELLED = "default"
 
 
 @dataclass(frozen=True)
-class ModelLimits:
+class RequestLimits:
     """What a request to a model must fit."""
 
     vocab_size: int
     max_positions: int
 
     @classmethod
-    def of(cls, directory: Path) -> "ModelLimits":
+    def of(cls, directory: Path) -> "RequestLimits":
         """Those that the directory's config.json states."""
         try:
             config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
@@ -92,7 +92,7 @@ class Drawn:
 class HttpEngine(ABC):
     """Implements `InferenceEngine` but for what a kind of server does in its own way: the abstract methods."""
 
-    def __init__(self, server: "HttpServer", tokenizer: Any, limits: ModelLimits) -> None:
+    def __init__(self, server: "HttpServer", tokenizer: Any, limits: RequestLimits) -> None:
         self.failure: str | None = None
         """Why the engine has failed permanently; None while it has not."""
         self.on_failure: Callable[[], None] = lambda: None

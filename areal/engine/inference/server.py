@@ -15,7 +15,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ from typing import Protocol
 from areal.api.engine_api import InferenceEngine
 from areal.api.messages import ENGINE_ROLE
 from areal.config.backend import KINDS
-from areal.config.errors import ArealError, ConfigError, require
+from areal.config.errors import ArealError, require
 from areal.config.keys import ENGINE_SECRET_VARIABLE, find_key
 from areal.engine.inference.engine import EmbeddedEngine
 from areal.engine.inference.remote import engine_handlers
@@ -46,6 +46,12 @@ class EngineOptions:
     device: str = "auto"
     gpus: int = 1
     """That the model is spread over."""
+    python: str = ""
+    """The interpreter that has vLLM or SGLang; empty = this one."""
+    arguments: Sequence[str] = ()
+    """Further ones of vLLM's or SGLang's server."""
+    scratch: Path | None = None
+    """Where sockets may be made; None = where temporary files are."""
 
 
 class ServedEngine(InferenceEngine, Protocol):
@@ -64,16 +70,33 @@ async def _open_embedded(options: EngineOptions) -> ServedEngine:
     return load_engine(options.model, options.dtype, options.device)
 
 
-OPENERS: dict[str, Callable[[EngineOptions], Awaitable[ServedEngine]]] = {"embedded": _open_embedded}
-"""How an engine of each kind comes about."""
+async def _open_vllm(options: EngineOptions) -> ServedEngine:
+    from areal.engine.inference.vllm import open_vllm
+
+    return await open_vllm(
+        options.model,
+        options.dtype,
+        python=options.python,
+        gpus=options.gpus,
+        arguments=options.arguments,
+        scratch=options.scratch,
+    )
 
 
-def require_opener(kind: str) -> Callable[[EngineOptions], Awaitable[ServedEngine]]:
-    if kind not in OPENERS:
-        raise ConfigError(
-            f"rollout.backend={kind} needs an adapter, which this version does not have; use {', '.join(OPENERS)}"
-        )
-    return OPENERS[kind]
+async def _open_sglang(options: EngineOptions) -> ServedEngine:
+    from areal.engine.inference.sglang import open_sglang
+
+    return await open_sglang(
+        options.model, options.dtype, python=options.python, gpus=options.gpus, arguments=options.arguments
+    )
+
+
+OPENERS: dict[str, Callable[[EngineOptions], Awaitable[ServedEngine]]] = {
+    "embedded": _open_embedded,
+    "vllm": _open_vllm,
+    "sglang": _open_sglang,
+}
+"""How an engine of each kind in `areal.config.backend.KINDS` comes about."""
 
 
 async def serve_in_run(engine: ServedEngine, index: int, sockets: str | None) -> None:
@@ -127,6 +150,8 @@ async def main(words: list[str] | None = None) -> str | None:
     parser.add_argument("--gpus", type=int, default=1, help="that the model is spread over")
     parser.add_argument("--dtype", default="float32", help="what the embedded engine computes in")
     parser.add_argument("--device", default="auto", help="where the embedded engine computes")
+    parser.add_argument("--python", default="", help="the interpreter that has vLLM or SGLang; left out = this one")
+    parser.add_argument("--engine-arg", action="append", default=[], help="a further one of vLLM's or SGLang's server")
     parser.add_argument("--index", type=int, default=0, help="which engine of its run it is")
     parser.add_argument("--sockets", help="a directory for the socket; left out = one of its own")
     parser.add_argument("--listen", help="serve at unix:PATH or tcp:HOST:PORT, without a driver")
@@ -141,7 +166,16 @@ async def main(words: list[str] | None = None) -> str | None:
             f"{given.listen} can be reached by others and needs a secret; put one into {ENGINE_SECRET_VARIABLE} or "
             "--secret-file, there and in the run",
         )
-    engine = await require_opener(given.backend)(EngineOptions(given.model, given.dtype, given.device, given.gpus))
+    options = EngineOptions(
+        given.model,
+        given.dtype,
+        given.device,
+        given.gpus,
+        python=given.python,
+        arguments=given.engine_arg,
+        scratch=None if given.sockets is None else Path(given.sockets),
+    )
+    engine = await OPENERS[given.backend](options)
     if given.listen is not None:
         await serve_by_hand(engine, given.listen, secret)
     else:

@@ -25,7 +25,7 @@ from areal.engine.inference.http_engine import (
     Drawn,
     HttpEngine,
     HttpServer,
-    ModelLimits,
+    RequestLimits,
     ServerProcess,
     initial_weights,
     label_of,
@@ -47,7 +47,7 @@ class SglangEngine(HttpEngine):
     @classmethod
     async def connect(cls, server: HttpServer, directory: Path) -> "SglangEngine":
         """On a server of the model in `directory`."""
-        engine = cls(server, load_hf_tokenizer(directory), ModelLimits.of(directory))
+        engine = cls(server, load_hf_tokenizer(directory), RequestLimits.of(directory))
         label = (await server.get("/model_info"))["weight_version"]
         if label == UNLABELLED:
             update = await asyncio.to_thread(initial_weights, directory)
@@ -127,20 +127,20 @@ async def open_sglang(
     *,
     python: str = "",
     gpus: int = 1,
-    options: Sequence[str] = (),
+    arguments: Sequence[str] = (),
     timeout_seconds: float = START_SECONDS,
 ) -> SglangEngine:
     """Start SGLang on a model directory. Raises EngineError if it does not serve in time.
 
     `python`: the interpreter that has SGLang; empty = this one. `gpus`: of this server, which share the model between
-    them. `options`: further arguments of SGLang's server.
+    them. `arguments`: further ones of SGLang's server.
     """
     port = _free_port()
     argv = [
         *(python or sys.executable, "-m", "sglang.launch_server"),
         *("--model-path", str(directory), "--dtype", dtype, "--host", "127.0.0.1", "--port", str(port)),
         *("--tp-size", str(gpus), "--incremental-streaming-output"),
-        *options,
+        *arguments,
     ]
     process = await ServerProcess.start("SGLang", argv, os.environ, AsyncExitStack())
     server = await HttpServer.start("SGLang", f"http://127.0.0.1:{port}", process, timeout_seconds)

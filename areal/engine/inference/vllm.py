@@ -28,7 +28,7 @@ from areal.engine.inference.http_engine import (
     Drawn,
     HttpEngine,
     HttpServer,
-    ModelLimits,
+    RequestLimits,
     ServerProcess,
     initial_weights,
     label_of,
@@ -70,12 +70,12 @@ class VllmEngine(HttpEngine):
     @classmethod
     async def connect(cls, server: HttpServer, directory: Path) -> "VllmEngine":
         """On a server of the model in `directory`, which knows `vllm_worker.py`."""
-        engine = cls(server, load_hf_tokenizer(directory), ModelLimits.of(directory))
+        engine = cls(server, load_hf_tokenizer(directory), RequestLimits.of(directory))
         answer = await server.post("/collective_rpc", {"method": "report_whole_distribution"}, LOAD_SECONDS)
         if set(answer["results"]) != {"True"}:
             raise EngineError(
                 f"vLLM must report log-probs of the whole distribution, got {answer['results']}; start it with "
-                "--worker-extension-cls WholeDistribution of areal/engine/inference/vllm_worker.py"
+                "--worker-extension-cls ArealWorker of areal/engine/inference/vllm_worker.py"
             )
         label = (await server.get("/weight_info"))["weight_version"]
         if label == UNLABELLED:
@@ -122,7 +122,7 @@ class VllmEngine(HttpEngine):
         await self.server.post("/resume")
 
     async def load_weights(self, update: WeightUpdate) -> None:
-        load = {"method": "reload_weights", "kwargs": {"weights_path": update.path}}
+        load = {"method": "load_published_weights", "kwargs": {"weights_path": update.path}}
         await self.server.post("/collective_rpc", load, LOAD_SECONDS)
         reset = await self.server.post("/reset_prefix_cache?reset_running_requests=true")
         if not reset["success"]:
@@ -174,14 +174,14 @@ async def open_vllm(
     *,
     python: str = "",
     gpus: int = 1,
-    options: Sequence[str] = (),
+    arguments: Sequence[str] = (),
     scratch: Path | None = None,
     timeout_seconds: float = START_SECONDS,
 ) -> VllmEngine:
     """Start vLLM on a model directory. Raises EngineError if it does not serve in time.
 
     `python`: the interpreter that has vLLM; empty = this one. `gpus`: of this server, which share the model between
-    them. `options`: further arguments of vLLM's server. `scratch`: where its socket's directory is made; None = where
+    them. `arguments`: further ones of vLLM's server. `scratch`: where its socket's directory is made; None = where
     temporary files are.
     """
     async with AsyncExitStack() as owned:
@@ -193,9 +193,9 @@ async def open_vllm(
             *(python or sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
             *("--model", str(directory), "--dtype", dtype, "--uds", f"{place}/socket"),
             *("--tensor-parallel-size", str(gpus), "--enable-scale-out", "--generation-config", "vllm"),
-            *("--logprobs-mode", "raw_logprobs", "--worker-extension-cls", f"{WORKER_MODULE}.WholeDistribution"),
+            *("--logprobs-mode", "raw_logprobs", "--worker-extension-cls", f"{WORKER_MODULE}.ArealWorker"),
             *("--structured-outputs-config", '{"backend": "guidance"}', "--disable-uvicorn-access-log"),
-            *options,
+            *arguments,
         ]
         environ = {**CPU_ENVIRONMENT, **os.environ, **ENVIRONMENT, "PYTHONPATH": str(place)}
         process = await ServerProcess.start("vLLM", argv, environ, owned.pop_all())

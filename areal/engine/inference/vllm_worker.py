@@ -1,10 +1,14 @@
-"""Runs inside vLLM's worker processes: log-probs of the whole distribution that a token was drawn from.
+"""Runs inside vLLM's worker processes: what vLLM itself does not do, or does not do on a CPU.
 
 vLLM reports log-probs either before it divides logits by the temperature, or after it has masked what top_p, top_k,
 min_tokens and a grammar exclude. A trainer recomputes what lies between: divided by the temperature, nothing masked.
-So that is what this extension makes vLLM report. `areal.engine.inference.vllm` copies this file to a directory that
-vLLM's interpreter imports it from, which has no `areal`, names the class in `--worker-extension-cls`, and calls it.
-It also mends a fault of vLLM 0.32 on CPUs, where a long prompt with a seed ends the server.
+So that is what this extension makes vLLM report.
+
+On a CPU vLLM 0.32 has two faults that it mends: after new weights were loaded, a head that shares its weights with the
+embedding computes with the old ones; and a long prompt with a seed ends the server.
+
+`areal.engine.inference.vllm` copies this file to a directory that vLLM's interpreter imports it from, which has no
+`areal`, names the class in `--worker-extension-cls`, and calls its methods through `/collective_rpc`.
 """
 
 from collections.abc import Callable
@@ -16,10 +20,18 @@ GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy for vLLM, which divides by 1 then."""
 
 
-class WholeDistribution:
-    """vLLM makes it a base class of its worker, so that `model_runner` is the worker's own."""
+class ArealWorker:
+    """vLLM makes it a base class of its worker, whose own attributes these are."""
 
     model_runner: Any
+    reload_weights: Callable[..., None]
+
+    def load_published_weights(self, weights_path: str) -> None:
+        """Use the weights of a directory from now on."""
+        self.reload_weights(weights_path=weights_path)
+        for layer in self.model_runner.get_model().modules():
+            if type(layer).__name__ == "ParallelLMHead" and hasattr(layer, "cpu_linear"):
+                layer.quant_method.process_weights_after_loading(layer)  # packs the weights for the CPU
 
     def report_whole_distribution(self) -> bool:
         """Changes what this worker reports; True if it does, or did before. Raises for a runner that it does not know.
