@@ -11,6 +11,7 @@ import pytest
 from benchmarks.survival import BATCH, QUICK, SAMPLES, TOKEN, AttackedRun, Damage, examine, run
 
 
+@pytest.mark.timeout(600)  # it starts some twenty processes, one after another
 def test_a_few_attacks_of_each_kind_do_no_harm(tiny_math: Path) -> None:
     figures, aims = run(seed=1, counts=QUICK)
     assert [aim for aim in aims if not aim.met] == []
