@@ -41,7 +41,7 @@ from areal.utils.process_pool.pool import (
 )
 from areal.utils.shorten import shown
 
-__all__ = ["AsyncRewardWrapper", "Limits", "Outcome", "Reject", "Value", "as_reward", "python_scalar"]
+__all__ = ["AsyncRewardWrapper", "Limits", "Outcome", "Reject", "Value", "as_reward", "python_scalar", "settings_of"]
 
 
 @dataclass(frozen=True)
@@ -94,10 +94,16 @@ def _check_machine(reward_fn: Callable[..., Any]) -> None:
 
     Its attribute `check_machine` is called with the keywords that a `functools.partial` has set, and raises.
     """
-    function, settings = (reward_fn.func, reward_fn.keywords) if isinstance(reward_fn, partial) else (reward_fn, {})
+    function, keywords = (reward_fn.func, reward_fn.keywords) if isinstance(reward_fn, partial) else (reward_fn, {})
     check = getattr(function, "check_machine", None)
     if check is not None:
-        check(**settings)
+        check(**keywords)
+
+
+def settings_of(reward_fn: Callable[..., Any]) -> frozenset[str]:
+    """The arguments that the keys of a task must not set, since they protect the machine: its attribute `settings`."""
+    function = reward_fn.func if isinstance(reward_fn, partial) else reward_fn
+    return frozenset(getattr(function, "settings", ()))
 
 
 class AsyncRewardWrapper:

@@ -52,7 +52,9 @@ def _check_machine(*, isolation: AskedIsolation = "auto", **_: Any) -> None:
     find_isolation(isolation)
 
 
-code_reward.check_machine = _check_machine  # type: ignore[attr-defined]  # `AsyncRewardWrapper` calls it when it is made
+# Called when an `AsyncRewardWrapper` of it is made; and what a dataset of strangers must not set.
+code_reward.check_machine = _check_machine  # type: ignore[attr-defined]
+code_reward.settings = ("limits", "isolation")  # type: ignore[attr-defined]
 
 
 def extract_program(completion: str) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor
 from areal.api.engine_api import InferenceEngine
 from areal.api.errors import WorkflowError
 from areal.api.io_struct import ModelRequest, ModelResponse
-from areal.api.reward_api import AsyncRewardWrapper, as_reward
+from areal.api.reward_api import AsyncRewardWrapper, as_reward, settings_of
 from areal.api.workflow_api import RolloutWorkflow
 from areal.config.rollout import GenerationHyperparameters
 from areal.infra import workflow_context
@@ -35,7 +35,8 @@ class RLVRWorkflow(RolloutWorkflow):
 
     `prompt` is the rendered chat template, `completion` the answer without its end token. A key of `data` that has the
     name of one of the four positional parameters of `reward_fn` is not passed: the episode's own value wins. To get
-    the task's, name the parameter differently. A reward of None rejects the episode.
+    the task's, name the parameter differently. Nor are keys that an attribute `settings` of `reward_fn` names: only a
+    `functools.partial` sets those. A reward of None rejects the episode.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class RLVRWorkflow(RolloutWorkflow):
     ) -> None:
         """Pass an AsyncRewardWrapper as `reward_fn` to choose its time-out, retries or what a failure counts as."""
         self._reward = reward_fn if isinstance(reward_fn, AsyncRewardWrapper) else AsyncRewardWrapper(reward_fn)
-        self._positional_names = _positional_names(self._reward.reward_fn)
+        self._not_passed = _positional_names(self._reward.reward_fn) | settings_of(self._reward.reward_fn)
         self._renderer = self._open_renderer(tokenizer)
         ending = gconfig.new_with_stop_and_pad_token_ids(tokenizer)
         stops = dict.fromkeys([*ending.stop_token_ids, *self._renderer.turn_end_ids])
@@ -119,7 +120,7 @@ class RLVRWorkflow(RolloutWorkflow):
 
     async def _score(self, prompt: str, answer: Answer, response: ModelResponse, data: dict[str, Any]) -> float | None:
         """What the reward function returns; None = it rejects the episode."""
-        keywords = {key: value for key, value in data.items() if key not in self._positional_names}
+        keywords = {key: value for key, value in data.items() if key not in self._not_passed}
         reward = await self._reward(
             prompt, answer.message["content"], response.input_tokens, response.output_tokens, **keywords
         )

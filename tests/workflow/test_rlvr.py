@@ -1,4 +1,5 @@
 import asyncio
+import functools
 import math
 from typing import Any
 
@@ -13,7 +14,7 @@ from areal.config.rollout import GenerationHyperparameters
 from areal.engine.inference.fake import FakeEngine
 from areal.infra import workflow_context
 from areal.infra.workflow_context import WorkflowContext
-from areal.reward import exact_match_reward
+from areal.reward import code_reward, exact_match_reward
 from areal.utils import stats_tracker
 from areal.utils.data import concat_padded_tensors
 from areal.workflow import RLVRWorkflow
@@ -108,6 +109,18 @@ async def test_key_reaches_a_reward_function_whose_parameters_have_other_names(t
     task = {**TASK, "prompt": "the task's own"}
     row = await RLVRWorkflow(reward, GCONFIG, tokenizer).arun_episode(speaker(lambda prompt: "7").engine(), task)
     assert row["rewards"].tolist() == [1.0]
+
+
+async def test_a_task_does_not_choose_the_isolation_of_a_program(tokenizer: Any, speaker: Any) -> None:
+    async def reward(*args: Any, isolation: str = "auto", **data: Any) -> float:
+        return float(isolation == "auto" and data["level"] == 3)
+
+    reward.settings = code_reward.settings  # type: ignore[attr-defined]
+    task = {**TASK, "isolation": "none", "level": 3}
+    for function in (reward, functools.partial(reward)):
+        workflow = RLVRWorkflow(function, GCONFIG, tokenizer)
+        row = await workflow.arun_episode(speaker(lambda prompt: "7").engine(), task)
+        assert row["rewards"].tolist() == [1.0]
 
 
 @pytest.mark.slow
