@@ -39,7 +39,7 @@ from areal.rollout.episodes import Digests, Runner, call, run_episode
 from areal.rollout.loading import Fillers
 from areal.rollout.runners import AgentPool, RunnerParts, make_runner
 from areal.rollout.runners.agent import environment
-from areal.trajectory.tensors import ModelLimits
+from areal.trajectory.tensors import RowLimits
 from areal.utils.hf_utils import load_hf_processor, load_hf_tokenizer
 from areal.utils.seeds import derived_seed
 
@@ -198,7 +198,7 @@ class RolloutWorker(GroupWorker):
             setup.tokenizer_path,
             pool,
             log_admin_key=not setup.proxy.admin_key,
-            limits=ModelLimits(setup.vocab_size, setup.max_positions),
+            limits=RowLimits(setup.vocab_size, setup.max_positions),
         )
         train = await make_runner(setup.workflow, agent.mode, parts)
         if setup.eval_workflow in (b"", setup.workflow):

@@ -37,7 +37,7 @@ SHORT_FORM = {"input_ids": 1, "output_ids": 1, "reward": 0}
 
 
 @dataclass(frozen=True)
-class ModelLimits:
+class RowLimits:
     """What a model can compute."""
 
     vocab_size: int | None = None
@@ -46,7 +46,7 @@ class ModelLimits:
     """Tokens that a row may have; None = not known."""
 
 
-UNLIMITED = ModelLimits()
+UNLIMITED = RowLimits()
 
 
 def tensors_of_group(group: GroupResult) -> dict[str, Any]:
@@ -97,7 +97,7 @@ def tensors_of_response(response: ModelResponse, reward: float, temperature: flo
     return {name: torch.from_numpy(array) for name, array in fields.items()}
 
 
-def rows_of(tensors: Any, name: str, temperature: float | None = 1.0, limits: ModelLimits = UNLIMITED) -> list[Row]:
+def rows_of(tensors: Any, name: str, temperature: float | None = 1.0, limits: RowLimits = UNLIMITED) -> list[Row]:
     """The rows of what the workflow called `name` returned. Raises AgentFailed, which lists everything that is wrong.
 
     `temperature` is what its tokens were sampled at if the dict does not say; None = its calls differ, so it must say.
@@ -163,7 +163,7 @@ def _faults(arrays: dict[str, Array]) -> list[str]:
     return faults + _mask_faults(whole) + _trained_token_faults(whole)
 
 
-def _limit_faults(arrays: dict[str, Array], limits: ModelLimits) -> list[str]:
+def _limit_faults(arrays: dict[str, Array], limits: RowLimits) -> list[str]:
     """What the model cannot compute, which would end the trainer."""
     faults, length = [], 0
     for key in TOKEN_IDS:

@@ -18,7 +18,7 @@ from areal.infra.workflow_context import WorkflowContext
 from areal.proxy import ArealOpenAI
 from areal.rollout.episodes import run_episode
 from areal.rollout.runners.workflow import WorkflowRunner
-from areal.trajectory.tensors import ModelLimits
+from areal.trajectory.tensors import RowLimits
 from areal.utils import stats_tracker
 
 PROMPT = [5, 6, 7]
@@ -179,8 +179,8 @@ async def test_trajectory_that_the_model_cannot_compute_is_rejected_at_the_door(
         return short_form(response, input_ids=torch.tensor([5, len(tokenizer)]))
 
     for limits, rule in [
-        (ModelLimits(vocab_size=len(tokenizer)), f"the model's vocabulary, 0 to {len(tokenizer) - 1}"),
-        (ModelLimits(max_positions=3), "a row must have at most 3 tokens"),
+        (RowLimits(vocab_size=len(tokenizer)), f"the model's vocabulary, 0 to {len(tokenizer) - 1}"),
+        (RowLimits(max_positions=3), "a row must have at most 3 tokens"),
     ]:
         runner = WorkflowRunner(Asking(foreign), engine, tokenizer, limits)
         rejection, _ = await run_episode(runner, {}, WorkflowContext(), greedy=False, seconds=60)

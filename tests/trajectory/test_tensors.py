@@ -11,7 +11,7 @@ from areal.api.io_struct import ModelResponse
 from areal.api.messages import Episode, GroupResult
 from areal.trajectory.tensors import (
     UNLIMITED,
-    ModelLimits,
+    RowLimits,
     rows_of,
     tensors_of_group,
     tensors_of_response,
@@ -43,7 +43,7 @@ def short_form(**changes: Any) -> dict[str, Any]:
     return fields | changes
 
 
-def refusal(tensors: Any, temperature: float | None = 1.0, limits: ModelLimits = UNLIMITED) -> str:
+def refusal(tensors: Any, temperature: float | None = 1.0, limits: RowLimits = UNLIMITED) -> str:
     with pytest.raises(AgentFailed) as caught:
         rows_of(tensors, "Asking", temperature, limits)
     return str(caught.value)
@@ -220,7 +220,7 @@ def test_wrong_images_are_named_with_what_else_is_wrong(form: Any, images: Any, 
 
 @pytest.mark.parametrize("prompt", [[5, 6, 10], [5, 2**31 - 1, 7]])
 def test_token_that_the_model_does_not_know_is_refused_with_the_remedy(prompt: list[int]) -> None:
-    limits, ids = ModelLimits(vocab_size=10), [*prompt, 1, 2, 5, 9, 2]
+    limits, ids = RowLimits(vocab_size=10), [*prompt, 1, 2, 5, 9, 2]
     rule = f"input_ids must lie in the model's vocabulary, 0 to 9, got {max(prompt)}; encode with the model's own"
     assert rule in refusal(tensor_dict(input_ids=torch.tensor([ids])), limits=limits)
     assert rule in refusal(short_form(input_ids=torch.tensor(prompt)), limits=limits)
@@ -229,8 +229,8 @@ def test_token_that_the_model_does_not_know_is_refused_with_the_remedy(prompt: l
 
 def test_row_that_is_longer_than_the_model_is_refused_with_the_remedy() -> None:
     for tensors in (tensor_dict(), short_form()):
-        rows_of(tensors, "Asking", limits=ModelLimits(max_positions=8))
-        text = refusal(tensors, limits=ModelLimits(max_positions=7))
+        rows_of(tensors, "Asking", limits=RowLimits(max_positions=8))
+        text = refusal(tensors, limits=RowLimits(max_positions=7))
         assert "a row must have at most 7 tokens, the model's positions, got 8; shorten the prompt" in text
 
 
@@ -240,5 +240,5 @@ def test_padding_counts_for_neither_limit() -> None:
         for name, value in tensor_dict().items()
         if name != "rewards"
     }
-    (row,) = rows_of({**padded, "rewards": [0.5]}, "Asking", limits=ModelLimits(vocab_size=10, max_positions=8))
+    (row,) = rows_of({**padded, "rewards": [0.5]}, "Asking", limits=RowLimits(vocab_size=10, max_positions=8))
     assert row.input_ids.tolist() == [5, 6, 7, 1, 2, 5, 9, 2]

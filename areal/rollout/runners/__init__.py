@@ -13,7 +13,7 @@ from areal.rollout.runners.agent import AgentRunner
 from areal.rollout.runners.online import OnlineRunner
 from areal.rollout.runners.subprocess import AgentPool, PackedAgent, SubprocessRunner
 from areal.rollout.runners.workflow import WorkflowRunner
-from areal.trajectory.tensors import UNLIMITED, ModelLimits
+from areal.trajectory.tensors import UNLIMITED, RowLimits
 from areal.utils.callables import name_of
 
 __all__ = ["AgentPool", "RunnerParts", "make_runner"]
@@ -33,7 +33,7 @@ class RunnerParts:
     """Needed for mode subproc."""
     log_admin_key: bool = True
     """False = the user chose the key, so the log of mode online must not show it."""
-    limits: ModelLimits = UNLIMITED
+    limits: RowLimits = UNLIMITED
 
 
 async def make_runner(workflow: bytes, mode: Literal["inline", "subproc", "online"], parts: RunnerParts) -> Runner:

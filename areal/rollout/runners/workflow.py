@@ -21,7 +21,7 @@ from areal.infra.workflow_context import WorkflowContext
 from areal.proxy import Interaction
 from areal.rollout.episodes import Digests, bounded, call
 from areal.rollout.loading import episode_function
-from areal.trajectory.tensors import UNLIMITED, ModelLimits, rows_of
+from areal.trajectory.tensors import UNLIMITED, RowLimits, rows_of
 from areal.utils.callables import name_of
 from areal.utils.seeds import CallSeeds
 
@@ -30,7 +30,7 @@ REPEATED = re.compile(r"(<[^<>\s]+>|\[[^\[\]\s]+\])\1{3,}")
 
 
 class WorkflowRunner:
-    def __init__(self, workflow: Any, engine: InferenceEngine, tokenizer: Any, limits: ModelLimits = UNLIMITED) -> None:
+    def __init__(self, workflow: Any, engine: InferenceEngine, tokenizer: Any, limits: RowLimits = UNLIMITED) -> None:
         self.name = name_of(workflow)
         self._limits = limits
         self._run = episode_function(workflow)
