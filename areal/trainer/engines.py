@@ -72,6 +72,8 @@ class Engines:
         self._weights: WeightUpdate | None = None
         """What an engine must have before it serves; None = those of its model's files."""
         self._ending: set[asyncio.Task[None]] = set()
+        self.state_entered = asyncio.Event()
+        """Set when a member enters a state."""
 
     @classmethod
     def of(
@@ -97,6 +99,12 @@ class Engines:
     @property
     def serving(self) -> list[EngineAddress]:
         return [each.address for each in self.members if each.state is EngineState.SERVING and each.address is not None]
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait until `condition()`, which is looked at whenever a member enters a state."""
+        while not condition():
+            self.state_entered.clear()
+            await self.state_entered.wait()
 
     async def publish(self, update: WeightUpdate) -> None:
         """Give all of them new weights; waits for an engine if there is none."""
@@ -169,7 +177,7 @@ class EngineMember:
         self._starts = 0
         self._engines = engines
         self._door = door
-        self._placement: Placement | None = None
+        self.placement: Placement | None = None
 
     @property
     def key(self) -> str:
@@ -179,16 +187,17 @@ class EngineMember:
     def enter(self, state: EngineState) -> None:
         assert state in NEXT_STATES[self.state], f"{self.name} cannot be {state} after it was {self.state}"
         self.state = state
+        self._engines.state_entered.set()
 
     async def start(self) -> Placement:
         self.enter(EngineState.STARTING)
         self._starts += 1
         try:
-            self._placement = await self._door.start()
+            self.placement = await self._door.start()
         except BaseException:
             self.enter(EngineState.DEAD)
             raise
-        return self._placement
+        return self.placement
 
     async def join(self, placement: Placement) -> None:
         """Wait for the engine, give it the weights of the day, and only then let requests reach it."""
@@ -223,8 +232,8 @@ class EngineMember:
         return any(each.state is not EngineState.RETIRED for each in self._engines.members)
 
     async def stop(self) -> None:
-        assert self._placement is not None
-        await self._placement.stop(END_SECONDS)
+        assert self.placement is not None
+        await self.placement.stop(END_SECONDS)
 
     def _hung_up(self, key: str) -> None:
         if key == self.key:
