@@ -297,13 +297,13 @@ async def cancel_and_hang_up(count: int, seed: int) -> dict[str, Any]:
     await asyncio.gather(*bystanders)
     left = await _left_in(served.engine)
     await served.call()
-    left["cache_rows"] = max(
-        0, _cache_rows(served.engine) - 1
-    )  # the row of the last answer is free, and not yet reused
+    rows_at_rest = 1  # that of the last answer stays until another needs it
+    left["cache_rows"] = max(0, _cache_rows(served.engine) - rows_at_rest)
     left["sessions"] = len(served.proxy)
     failure = served.engine.failure
     await served.proxy.aclose()
     await served.engine.aclose()
+    getLogger("engine").removeHandler(errors)
     left["tasks"] = len(asyncio.all_tasks()) - 1
     outcomes = served.outcomes
     return {
@@ -452,11 +452,12 @@ class AttackedRun(Closing):
             os.kill(pid, sign)
 
     def wait(self, seconds: float) -> int | None:
-        """The driver's exit code; None if it has not ended by then."""
+        """The driver's exit code; None if it has not ended by then. One that is killed after its last word is done."""
         try:
-            return self.driver.wait(seconds)
+            code = self.driver.wait(seconds)
         except subprocess.TimeoutExpired:
             return None
+        return 0 if code == -signal.SIGKILL and self.is_finished else code
 
     def wait_for_step(self) -> int | None:
         """Until one more step is recorded; the exit code if it ends before that. Raises TimeoutError if it hangs."""
@@ -501,6 +502,10 @@ class AttackedRun(Closing):
     @property
     def output(self) -> str:
         return (self.place / "output").read_text(errors="replace")
+
+    @property
+    def is_finished(self) -> bool:
+        return (self.directory / "summary.json").exists()
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -661,8 +666,9 @@ def go_on(run: AttackedRun, damage: Damage) -> None:
     """Give the command again, once the driver has ended before its last step and taken everything with it."""
     run.driver.wait()
     note_leftovers(run, damage)
-    damage.resumed += 1
-    run.start()
+    if not run.is_finished:
+        damage.resumed += 1
+        run.start()
 
 
 def run_bad_agents(steps: int, seed: int, place: Path) -> dict[str, Damage]:
