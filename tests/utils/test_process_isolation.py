@@ -389,6 +389,17 @@ def test_call_that_fails_leaves_its_process_as_it_was_too(pool: ProcessPool, tmp
     assert result_of(pool, state) == before
 
 
+def test_import_during_a_call_does_not_make_its_other_changes_last(pool: ProcessPool) -> None:
+    def change_and_import() -> None:
+        os.kill = None  # type: ignore[assignment]
+        import colorsys  # noqa: F401  (any module that was not loaded)
+
+    packed = PackedFunction.of(change_and_import)
+    for future in [pool.submit(packed, timeout_seconds=LONG_SECONDS) for _ in range(20)]:
+        future.result(LONG_SECONDS)
+    assert result_of(pool, lambda: callable(os.kill))
+
+
 def test_call_that_lowers_a_hard_limit_costs_its_process_and_no_other_call(pool: ProcessPool) -> None:
     def lower() -> None:
         import resource

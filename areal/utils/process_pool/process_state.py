@@ -4,8 +4,11 @@ That is what belongs to the process and not to the user's modules: the environme
 mode mask, limits, timers, signals, and the names in the modules that everybody uses. What modules keep for themselves
 (caches, random generators, threads) stays; processes are reused for the sake of it.
 
-A call that changes nothing costs comparisons only, some 20 µs, because a small call takes no more. This module holds on
-to the functions it needs, since a call may take them from their modules.
+Comparing everything takes longer than a small call. So after each call what is most often changed is looked at, and the
+rest only if some of that was changed, if the call failed or imported something, and after the last of the calls that
+were sent together, which are all of one function.
+
+This module holds on to the functions it needs, since a call may take them from their modules.
 """
 
 import os
@@ -25,7 +28,7 @@ from types import ModuleType
 from typing import Any
 
 _GUARDED = ("builtins", "sys", "os", "posixpath", "time", "random", "shutil", "subprocess")
-"""Modules whose names are put back; what else a call replaces in a module stays replaced."""
+"""Modules whose names are put back, builtins first; what else a call replaces in a module stays replaced."""
 _LIMITS = (resource.RLIMIT_DATA, resource.RLIMIT_AS, resource.RLIMIT_STACK, resource.RLIMIT_NOFILE)
 _SIGNALS = tuple(
     int(getattr(signal, f"SIG{name}"))
@@ -63,8 +66,19 @@ class ProcessState:
             self.record()
 
     def restore(self) -> None:
-        """Raises OSError or ValueError if something cannot be put back, a hard limit for example."""
+        """After a call that returned. Raises what `restore_all` raises."""
         self._stop_timers()  # while the handlers are still those of their call
+        umask(self._mask)
+        mask_signals(SIG_SETMASK, self._blocked)
+        if self._is_changed():
+            self.restore_all()
+
+    def restore_all(self) -> None:
+        """Raises OSError or ValueError if something cannot be put back, a hard limit for example."""
+        self._stop_timers()
+        umask(self._mask)
+        mask_signals(SIG_SETMASK, self._blocked)
+        # First, because the rest needs what is in there.
         for namespace in self._namespaces:
             namespace.restore()
         self._restore_modules()
@@ -75,16 +89,24 @@ class ProcessState:
             _set_variables(self._variables)
         if _directory() != self._directory and self._directory is not None:
             chdir(self._directory)
-        umask(self._mask)
         for number, handler in zip(_SIGNALS, self._handlers, strict=True):
             if handler_of(number) is not handler and handler is not None:  # None = not set from Python
                 set_handler(number, handler)
-        mask_signals(SIG_SETMASK, self._blocked)
         for limit, values in zip(_LIMITS, self._limits, strict=True):
             if getrlimit(limit) != values:
                 setrlimit(limit, values)
-        if getrecursionlimit() != self._recursion_limit:
-            setrecursionlimit(self._recursion_limit)
+        setrecursionlimit(self._recursion_limit)
+        self.record_imports()
+
+    def _is_changed(self) -> bool:
+        return (
+            len(sys.modules) != self._known
+            or self._namespaces[0].is_changed()  # builtins
+            or _variables() != self._variables
+            or _directory() != self._directory
+            or [handler_of(number) for number in _SIGNALS] != self._handlers
+            or getrecursionlimit() != self._recursion_limit
+        )
 
     def _stop_timers(self) -> None:
         setitimer(_REAL_TIMER, 0)
@@ -111,9 +133,12 @@ class _Namespace:
         self._before = dict(self._names)
         self._values = [*self._before.values()]
 
-    def restore(self) -> None:
+    def is_changed(self) -> bool:
         # Lists are compared faster than dicts; the order of names changes only if some are deleted.
-        if [*self._names.values()] == self._values:
+        return [*self._names.values()] != self._values
+
+    def restore(self) -> None:
+        if not self.is_changed():
             return
         self._names.update(self._before)
         for name in self._names.keys() - self._before.keys():

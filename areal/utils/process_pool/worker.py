@@ -120,6 +120,7 @@ class PoolWorker:
             if self._spoiled or not self._claims.take(1):
                 break
             self._send(token, self._call(token, function, arguments))
+        self._restore(self._state.restore_all)
         self._send(done_token, (PoolFrame.DONE, b""))
 
     def _call(self, token: bytes, function: Callable[..., Any], arguments: bytes) -> Reply:
@@ -132,22 +133,24 @@ class PoolWorker:
         self._state.record_imports()
         self._send(token, (PoolFrame.STARTED, b""))
         try:
-            try:
-                with _cpu_limit(self._cpu_seconds):
-                    result = function(*args, **kwargs)
-            finally:
-                self._clean_up()
+            with _cpu_limit(self._cpu_seconds):
+                result = function(*args, **kwargs)
+            self._clean_up(self._state.restore)
             return _pack_result(result)
         except MemoryError:
             raise
         except BaseException as error:  # sys.exit() in a function is its own failure, not this process's end
+            self._clean_up(self._state.restore_all)
             return PoolFrame.FAILED, _describe(error)
 
-    def _clean_up(self) -> None:
+    def _restore(self, restore: Callable[[], None]) -> None:
         try:
-            self._state.restore()
+            restore()
         except Exception:  # whatever the reason, the next call must not begin in this state
             self._spoiled = True
+
+    def _clean_up(self, restore: Callable[[], None]) -> None:
+        self._restore(restore)
         if has_children():
             self._spoiled |= not end_descendants(self._kept | SHARED_BY_CALLS | _pool_processes())
             self._kept = _children()
