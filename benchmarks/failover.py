@@ -2,8 +2,8 @@
 
 24 agents talk to the built-in model through the proxy with the OpenAI SDK, two turns to a conversation, half of them
 streaming. Every 5 s an engine that serves is killed (SIGKILL) and started again as in a run. All answers have the same
-length; each must be complete, a streamed one must be what was recorded, and the log-probs that came with the tokens must
-be those of the model for just these conversations, which a gap or a repeat would change.
+length; each must be complete, a streamed one must be what was recorded, and the log-probs that came with the tokens are
+compared with those of the model for just these conversations, which a gap or a repeat would change.
 """
 
 import argparse
