@@ -45,6 +45,7 @@ def test_a_task_is_a_chat_message_with_a_data_url() -> None:
     assert question["text"].endswith("?")
 
 
+@pytest.mark.slow
 def test_no_drawing_is_in_two_splits() -> None:
     train, valid, test = (set(SHAPES.problems(split)) for split in ("train", "valid", "test"))
     assert not train & valid

@@ -26,6 +26,7 @@ BROKEN_SCHEMAS = [
 ]
 
 
+@pytest.mark.slow
 async def test_no_mutated_request_is_answered_500_or_repeated_at_length():
     report = await fuzz(400, seed=11)
     assert not report.failures, str(report)
@@ -38,6 +39,7 @@ def test_same_seed_sends_the_same_requests():
     assert one == two != other
 
 
+@pytest.mark.slow
 async def test_a_fault_is_found_and_shrunk(monkeypatch):
     """What the fuzzer reports if a field is read without a look at its kind."""
     monkeypatch.setattr(fields, "mapping", lambda body, name, where: body.get(name) or {})
