@@ -2,19 +2,32 @@
 
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from areal.api.io_struct import ModelRequest, ModelResponse, TokenChunk
 
 
 @dataclass(frozen=True)
+class WeightShard:
+    """One safetensors file of a version."""
+
+    name: str
+    size_bytes: int
+    digest: str
+
+
+@dataclass(frozen=True)
 class WeightUpdate:
-    """New weights, laid out flat in a file that both processes map."""
+    """New weights: safetensors files with Hugging Face's names in a directory of the trainer's host."""
 
     version: int
     digest: str
+    """Of all shards together."""
     path: str
-    """A file of float32 values, the decoder's parameters in order; empty for engines that hold no weights."""
+    """The directory; empty for engines that hold no weights."""
+    shards: tuple[WeightShard, ...] = ()
+    layout: Literal["model", "adapter"] = "model"
+    """model = every parameter; adapter = LoRA matrices on top of the model that the engine was started with."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from areal.api.errors import ArealError, EngineError, ProcessDied
 from areal.api.messages import WORKER_ROLE
 from areal.config.resources import Resources
 from areal.config.training import SchedulerConfig
-from areal.engine.model.weights import shared_memory
+from areal.engine.model.published import shared_memory
 from areal.infra.rpc.channel import Channel, ChannelClosed
 from areal.infra.rpc.connect import ConnectedProcess, DriverListener
 from areal.infra.rpc.wire import api_wire

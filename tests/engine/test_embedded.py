@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tiny_models import TINY, training_engine
 
-from areal.api.errors import EngineError, RequestError, WeightMismatch
+from areal.api.errors import EngineError, EngineGone, RequestError, WeightMismatch
 from areal.api.io_struct import ModelRequest
 from areal.config.rollout import GenerationHyperparameters
 from areal.engine.inference.decoder_runner import DecoderRunner
@@ -81,9 +81,12 @@ async def test_weights_without_their_digest_are_refused_and_change_nothing(engin
 async def test_weights_that_cannot_be_read_are_refused(engine: EmbeddedEngine, tmp_path: Path) -> None:
     trainer = training_engine(replace(TINY, num_layers=1))
     update = trainer.publish()
-    for path in (update.path, str(tmp_path / "gone")):
-        with pytest.raises(WeightMismatch, match=r"must be a file of .* float32 values"):
-            await engine.update_weights(replace(update, path=path))
+    with pytest.raises(WeightMismatch, match=r"must have model\.layers\.1\..* got no such tensor"):
+        await engine.update_weights(update)
+    with pytest.raises(WeightMismatch, match=r"must be a safetensors file .*gone"):
+        await engine.update_weights(replace(update, path=str(tmp_path / "gone")))
+    with pytest.raises(WeightMismatch, match=r"takes whole models, .* layout is 'adapter'"):
+        await engine.update_weights(replace(update, layout="adapter"))
     assert (await engine.agenerate(ask())).output_len == 8
     trainer.close()
 
@@ -115,7 +118,7 @@ class BrokenRunner(DecoderRunner):
 async def test_a_step_that_fails_fails_every_call_with_its_reason() -> None:
     engine = EmbeddedEngine(BrokenRunner(training_engine().decoder))
     outcomes = await asyncio.gather(*(engine.agenerate(ask()) for _ in range(3)), return_exceptions=True)
-    assert [type(outcome) for outcome in outcomes] == [EngineError] * 3
+    assert [type(outcome) for outcome in outcomes] == [EngineGone] * 3
     with pytest.raises(EngineError, match=r"the engine failed: RuntimeError.*out of memory"):
         await engine.health()
     await engine.aclose()

@@ -262,7 +262,7 @@ def test_bfloat16_is_close_and_follows_the_weights() -> None:
 
 
 async def test_weights_checked_in_a_thread_are_swapped_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "SMALL_WEIGHTS", 0)
+    monkeypatch.setattr(engine_module, "SMALL_WEIGHTS_BYTES", 0)
     trainer = training_engine()
     engine = EmbeddedEngine(DecoderRunner(training_engine().decoder))
     running = asyncio.create_task(engine.agenerate(ask([1, 2, 3], new=2000)))

@@ -6,9 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from areal.api.errors import ArealError
-from areal.engine.model.weights import SharedWeights, shared_memory
+from areal.engine.model.published import WeightWriter, shared_memory
 
 
 @pytest.fixture
@@ -22,9 +23,9 @@ def directory() -> object:
 def test_weights_larger_than_shared_memory_are_refused_with_what_is_missing(directory: Path) -> None:
     values = shutil.disk_usage(directory).total // 2  # of 4 bytes each: twice the room that there is
     with pytest.raises(ArealError) as refused:
-        SharedWeights(directory / "0", values, create=True)
+        WeightWriter(directory, [("large", torch.empty(1).expand(values))])
     message = str(refused.value)
-    assert f"need {values * 4 / 2**20:,.1f} MiB" in message
+    assert f"need {values * 4 / 2**20:,.1f} MiB for model.safetensors" in message
     assert f"{directory.parent} has " in message
     assert "MiB free: " in message
     assert "--shm-size" in message
@@ -33,15 +34,15 @@ def test_weights_larger_than_shared_memory_are_refused_with_what_is_missing(dire
 FILL = """
 import sys
 from pathlib import Path
+import torch
 from areal.api.errors import ArealError
-from areal.engine.model.weights import SharedWeights
+from areal.engine.model.published import WeightWriter
 
-Path(sys.argv[1], "weights").mkdir()
-for slot in ("0", "1"):
-    try:
-        SharedWeights(Path(sys.argv[1], "weights", slot), 3 << 17, create=True).flat.fill_(1.0)
-    except ArealError as error:
-        sys.exit(f"refused {slot}: {error}")
+try:
+    Path(sys.argv[1], "weights").mkdir()
+    WeightWriter(Path(sys.argv[1], "weights"), [("all", torch.ones(3 << 17))]).write(0)
+except ArealError as error:
+    sys.exit(f"refused: {error}")
 """
 
 
@@ -59,5 +60,5 @@ def test_full_shared_memory_is_an_error_and_no_bus_error(tmp_path: Path) -> None
         timeout=120,
     )
     assert ended.returncode == 1, (ended.returncode, ended.stderr)
-    assert "refused 1: the weights that are shared with the engine need 1.5 MiB" in ended.stderr
+    assert "refused: the weights that are shared with the engines need 1.5 MiB" in ended.stderr
     assert f"{tmp_path} has 0.5 MiB free: No space left on device;" in ended.stderr

@@ -12,7 +12,7 @@ from engine_kinds import soon, until
 from tiny_models import TINY, byte_tokenizer, training_engine
 from transformers_models import WRITERS
 
-from areal.api.errors import EngineError
+from areal.api.errors import EngineError, EngineGone
 from areal.api.io_struct import Grammar, ModelRequest, ModelResponse
 from areal.config.rollout import GenerationHyperparameters
 from areal.engine.inference.decoder_runner import DecoderRunner
@@ -217,7 +217,7 @@ async def test_an_engine_that_cannot_compute_a_token_says_that_it_has_failed() -
     assert tokens((await outcomes(engine, [ask(1)]))[0]) == first
     assert told == []
     runner.fails = lambda decoding, number: True
-    assert [type(outcome) for outcome in await outcomes(engine, [ask(1), ask(2)])] == [EngineError] * 2
+    assert [type(outcome) for outcome in await outcomes(engine, [ask(1), ask(2)])] == [EngineGone] * 2
     assert told == ["the engine failed: MemoryError('for now')"]
     with pytest.raises(EngineError, match="MemoryError"):
         await engine.health()

@@ -20,6 +20,8 @@ from areal.engine.inference.model_runner import Piece
 from areal.engine.inference.prefix_tree import TOKEN_DIM, PrefixTree
 from areal.engine.model.decoder import Decoder
 from areal.engine.model.device import memory_bytes, to_device
+from areal.engine.model.published import NamedTensors
+from areal.engine.model.weights import named_weights
 
 PASS_TOKENS = 16384
 """Prompt tokens computed at once: bounds memory when many requests join together."""
@@ -70,9 +72,8 @@ class DecoderRunner:
         flops = CHUNK_FLOPS if self._on_cpu else ACCELERATOR_CHUNK_FLOPS
         self.chunk_tokens = int(min(max(flops / (2 * decoder.flat.numel()), SMALLEST_CHUNK), PASS_TOKENS))
 
-    @property
-    def flat(self) -> Tensor:
-        return self.decoder.flat
+    def named_weights(self) -> NamedTensors:
+        return named_weights(self.decoder)
 
     @property
     def max_positions(self) -> int:

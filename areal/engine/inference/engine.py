@@ -33,13 +33,13 @@ from areal.engine.inference.model_runner import MixedRunner, ModelRunner, Piece,
 from areal.engine.inference.sampler import sample
 from areal.engine.inference.scheduler import StepScheduler
 from areal.engine.inference.sequence import PROCESS_ENDS, SequenceState
-from areal.engine.model.weights import PublishedWeights, digest
+from areal.engine.model.published import WeightReader, digest_of_tensors
 from areal.utils.logging import getLogger
 
 logger = getLogger("engine")
 
-SMALL_WEIGHTS = 1 << 22
-"""Fewer parameters than these are checked sooner than a thread would begin to."""
+SMALL_WEIGHTS_BYTES = 16 << 20
+"""Fewer bytes of weights than these are checked sooner than a thread would begin to."""
 MAX_FAILURES = 3
 """Failed steps in a row, after each of which a single token could not be computed either: then the engine ends."""
 MAX_FAILURES_ALONE = 2
@@ -67,11 +67,11 @@ class EmbeddedEngine:
         self._scheduler = StepScheduler(self._mixed, max_running)
         self._tokenizer = tokenizer
         self._grammars = GrammarCompiler(tokenizer, runner.vocab_size)
-        self._published = PublishedWeights()
-        self._staged: tuple[WeightUpdate, torch.Tensor] | None = None
+        self._published = WeightReader()
+        self._staged: tuple[WeightUpdate, list[tuple[torch.Tensor, torch.Tensor]]] | None = None
         """Weights that were checked and wait for the swap."""
         self._version = version
-        self._digests = {version: digest(runner.flat)}
+        self._digests = {version: digest_of_tensors(runner.named_weights())}
         self._loop: asyncio.Task[None] | None = None
         self._work = asyncio.Event()
         """Set while there is something to compute and the engine is not paused."""
@@ -110,11 +110,11 @@ class EmbeddedEngine:
     async def stage_weights(self, update: WeightUpdate) -> None:
         """Map the new weights and check them while generation goes on."""
         self._check_alive()
-        size = self._runner.flat.numel()
-        if size < SMALL_WEIGHTS:
-            published = self._published.read(update, size)
+        wanted = self._runner.named_weights()
+        if sum(shard.size_bytes for shard in update.shards) < SMALL_WEIGHTS_BYTES:
+            published = self._published.read(update, wanted)
         else:
-            published = await asyncio.to_thread(self._published.read, update, size)
+            published = await asyncio.to_thread(self._published.read, update, wanted)
             self._check_alive()
         self._staged = (update, published)
 
@@ -130,7 +130,8 @@ class EmbeddedEngine:
             self._pause_began = time.monotonic()
         for sequence in (*running.sequences, *self._scheduler.restarting):
             sequence.record_version(self._version)
-        self._runner.flat.copy_(published)
+        for tensor, new in published:
+            tensor.copy_(new)
         self._version = update.version
         self._digests[update.version] = update.digest
         self._scheduler.restart()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from areal.engine.model.device import to_device
+from areal.engine.model.published import NamedTensors
 
 
 class ModelRunner(Protocol):
@@ -17,9 +18,8 @@ class ModelRunner(Protocol):
     Arguments are on the host; logits stay on the device that computed them.
     """
 
-    @property
-    def flat(self) -> Tensor:
-        """Every parameter, in one buffer that new weights are copied into; its device computes the model."""
+    def named_weights(self) -> NamedTensors:
+        """Every parameter once, by its Hugging Face name; new weights are copied into these tensors."""
         ...
 
     @property

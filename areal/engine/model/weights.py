@@ -1,28 +1,21 @@
-"""Weights on disk and between processes: Hugging Face safetensors, and one shared flat file per published version."""
+"""The decoder's weights on disk, in Hugging Face's safetensors and names."""
 
-import hashlib
 import json
-import mmap
-import os
-import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from areal.api.engine_api import WeightUpdate
-from areal.api.errors import ArealError, ModelError, WeightMismatch
+from areal.api.errors import ModelError
 from areal.engine.model.architecture import Architecture
 from areal.engine.model.decoder import Decoder
 from areal.engine.model.device import CPU
 
-MIB = 1 << 20
 _WHOLE = {"embedding": "model.embed_tokens.weight", "head": "lm_head.weight", "final_norm": "model.norm.weight"}
 _IN_LAYER = {
     "attention_norm": ("input_layernorm.weight",),
@@ -42,7 +35,7 @@ def load_weights(decoder: Decoder, directory: Path) -> None:
     """Fill the decoder from every safetensors file of a Hugging Face directory."""
     files = _tensor_files(directory)
     with torch.no_grad():
-        for name, part in _parts(decoder):
+        for name, part in named_weights(decoder):
             if name not in files:
                 raise ModelError(f"the weights in {str(directory)!r} lack {name}")
             with _opened(files[name]) as file:
@@ -57,77 +50,11 @@ def load_weights(decoder: Decoder, directory: Path) -> None:
 
 def save_weights(decoder: Decoder, directory: Path) -> None:
     """Write `model.safetensors` in Hugging Face's names."""
-    tensors = {name: part.detach().to(CPU, copy=True).contiguous() for name, part in _parts(decoder)}
+    tensors = {name: part.detach().to(CPU, copy=True).contiguous() for name, part in named_weights(decoder)}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 
-def digest(flat: Tensor) -> str:
-    """A fingerprint of weights, so that tokens can be traced to the weights that produced them."""
-    values = flat.detach().to(CPU, torch.float32).numpy()
-    return hashlib.blake2b(memoryview(values).cast("B"), digest_size=16).hexdigest()
-
-
-def shared_memory() -> Path:
-    """The directory whose files are memory, or where there is none, that of temporary files."""
-    return Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
-
-
-class SharedWeights:
-    """A flat float32 buffer in a file that processes of one machine map."""
-
-    def __init__(self, path: Path, size: int, *, create: bool = False) -> None:
-        """Raises ArealError if there is no room to create it."""
-        with open(path, "w+b" if create else "r+b") as file:
-            if create:
-                _reserve(file, path, size * 4)
-            self._map = mmap.mmap(file.fileno(), size * 4)
-        self.path = path
-        self.flat = torch.frombuffer(self._map, dtype=torch.float32)
-
-
-def _reserve(file: BinaryIO, path: Path, size_bytes: int) -> None:
-    """Give the file all its room now: the kernel kills a process that writes into a mapping that has none (SIGBUS)."""
-    try:
-        os.posix_fallocate(file.fileno(), 0, size_bytes)
-    except OSError as error:
-        free = shutil.disk_usage(path.parent).free
-        raise ArealError(
-            f"the weights that are shared with the engine need {size_bytes / MIB:,.1f} MiB for each of two versions, "
-            f"and {path.parent.parent} has {free / MIB:,.1f} MiB free: {error.strerror}; remove what is not needed "
-            "there, or make it larger (in a container: docker run --shm-size)"
-        ) from None
-
-
-class PublishedWeights:
-    """Weights that a trainer published, mapped by the process that uses them and checked before it does."""
-
-    def __init__(self) -> None:
-        self._maps: dict[str, SharedWeights] = {}
-
-    def read(self, update: WeightUpdate, size: int) -> Tensor:
-        """The `size` weights of `update`, in the shared file. Raises WeightMismatch."""
-        published = self._map(update, size)
-        found = digest(published)
-        if found != update.digest:
-            raise WeightMismatch(
-                f"the weights of version {update.version} in {update.path} must have the digest {update.digest}, "
-                f"got {found}; publish them again"
-            )
-        return published
-
-    def _map(self, update: WeightUpdate, size: int) -> Tensor:
-        if update.path not in self._maps:
-            try:
-                self._maps[update.path] = SharedWeights(Path(update.path), size)
-            except (OSError, ValueError) as error:
-                raise WeightMismatch(
-                    f"the weights of version {update.version} must be a file of {size} float32 values, "
-                    f"got {update.path!r}: {error}"
-                ) from None
-        return self._maps[update.path].flat
-
-
-def _parts(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
+def named_weights(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
     """Each Hugging Face name, and the view of the fused parameter that holds it."""
     for name, parameter in decoder.parameters.items():
         if name in _WHOLE:

@@ -26,7 +26,7 @@ from areal.config.training import OptimizerConfig
 from areal.engine.model.architecture import Architecture
 from areal.engine.model.decoder import Decoder
 from areal.engine.model.device import to_device, to_host
-from areal.engine.model.weights import SharedWeights, digest, shared_memory
+from areal.engine.model.published import NamedTensors, WeightWriter, shared_memory
 from areal.engine.training.figures import Figures
 from areal.engine.training.packing import PackedDecoder, Span
 
@@ -88,6 +88,10 @@ class TrainableModel(Protocol):
         """Log-probability of each asked token of a pass, in its order; differentiable."""
         ...
 
+    def named_weights(self) -> NamedTensors:
+        """Every parameter once, by its Hugging Face name."""
+        ...
+
     def load(self, directory: Path) -> None:
         """Take the weights of a Hugging Face directory of the same architecture."""
         ...
@@ -127,7 +131,7 @@ class TrainingEngine:
             self.model.load(directory)
         self._optimizer = self._make_optimizer()
         self._steps = 0
-        self._shared: list[SharedWeights] = []
+        self._writer: WeightWriter | None = None
         self.shared_dir: Path | None = None
         """Where the weights are published; None = a directory of its own, made by the first `publish`."""
 
@@ -170,12 +174,10 @@ class TrainingEngine:
 
     def publish(self) -> WeightUpdate:
         """Copy the weights into shared memory as the present version; the previous version stays readable."""
-        if not self._shared:
+        if self._writer is None:
             self.shared_dir = self.shared_dir or Path(tempfile.mkdtemp(prefix="areal-", dir=shared_memory()))
-            self._shared = [SharedWeights(self.shared_dir / str(i), self.flat.numel(), create=True) for i in range(2)]
-        slot = self._shared[self.version % 2]
-        slot.flat.copy_(self.flat)
-        return WeightUpdate(self.version, digest(slot.flat), str(slot.path))
+            self._writer = WeightWriter(self.shared_dir, self.model.named_weights())
+        return self._writer.write(self.version)
 
     def save(self, directory: str) -> None:
         """Write the model in Hugging Face's format (the tokenizer is the caller's)."""
@@ -201,7 +203,7 @@ class TrainingEngine:
         """Remove the shared weights; processes that mapped them keep their view."""
         if self.shared_dir is not None:
             shutil.rmtree(self.shared_dir, ignore_errors=True)
-            self._shared, self.shared_dir = [], None
+            self._writer, self.shared_dir = None, None
 
     @property
     def decoder(self) -> Decoder:

@@ -21,7 +21,8 @@ from areal.api.messages import Array
 from areal.engine.model.architecture import Architecture, write_architecture
 from areal.engine.model.decoder import Decoder, parameter_count
 from areal.engine.model.device import CPU, to_device
-from areal.engine.model.weights import load_weights, save_weights
+from areal.engine.model.published import NamedTensors
+from areal.engine.model.weights import load_weights, named_weights, save_weights
 
 HEAD_ELEMENTS = 1 << 24
 """Logits held at once: positions times vocabulary."""
@@ -70,6 +71,9 @@ class PackedDecoder:
         if len(pieces) == 1:
             return self._token_logprobs(*pieces[0])
         return torch.cat([self._checkpointed_logprobs(*piece) for piece in pieces])
+
+    def named_weights(self) -> NamedTensors:
+        return named_weights(self.decoder)
 
     def load(self, directory: Path) -> None:
         load_weights(self.decoder, directory)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from areal.api.errors import ModelError, RequestError
 from areal.api.messages import Array
 from areal.engine.model.device import CPU, to_device
+from areal.engine.model.published import NamedTensors
 from areal.engine.transformers.images import ImageInputs, Images
 from areal.utils.shorten import first_line
 
@@ -104,6 +105,10 @@ class TransformersModel:
         """How many of `ids` it takes to have every placeholder."""
         places = np.flatnonzero(np.isin(ids, self._placeholders.numpy()))
         return int(places[-1]) + 1 if len(places) else 0
+
+    def named_weights(self) -> NamedTensors:
+        """Every parameter, tied ones once, by its name in the module."""
+        return ((name, parameter.detach()) for name, parameter in self.module.named_parameters())
 
     def load(self, directory: Path) -> None:
         """Take the weights of another directory of the same architecture."""

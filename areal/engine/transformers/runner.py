@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from areal.engine.model.device import to_device, to_host
+from areal.engine.model.published import NamedTensors
 from areal.engine.transformers.images import Images
 from areal.engine.transformers.model import TransformersModel
 from areal.utils.logging import getLogger
@@ -38,9 +39,8 @@ class TransformersRunner:
         self._rows: dict[int, _Prompt] = {}
         """The tokens and images of each row, where nothing is cached."""
 
-    @property
-    def flat(self) -> Tensor:
-        return self.model.flat
+    def named_weights(self) -> NamedTensors:
+        return self.model.named_weights()
 
     @property
     def vocab_size(self) -> int:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from areal.api.messages import Array
+from areal.engine.model.published import NamedTensors
 from areal.engine.training.packing import Span, token_logprobs
 from areal.engine.transformers.images import Images
 from areal.engine.transformers.model import TransformersModel
@@ -64,6 +65,9 @@ class TransformersTraining:
     def logprobs(self, part: PaddedPass, temperatures: Tensor) -> Tensor:
         logits = self.model.logits(part.ids, part.images, part.columns)
         return token_logprobs(logits[part.picks], part.targets, temperatures)
+
+    def named_weights(self) -> NamedTensors:
+        return self.model.named_weights()
 
     def load(self, directory: Path) -> None:
         self.model.load(directory)

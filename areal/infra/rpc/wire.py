@@ -1,6 +1,6 @@
 """The types that travel between the processes of a run. How values become bytes: `areal/utils/wire.py`."""
 
-from areal.api.engine_api import EngineHealth, WeightUpdate
+from areal.api.engine_api import EngineHealth, WeightShard, WeightUpdate
 from areal.api.errors import RejectReason
 from areal.api.io_struct import Grammar, ModelRequest, ModelResponse, TokenChunk
 from areal.api.messages import EngineAddress, Episode, GroupResult, GroupTask, Rejection, Row, Stall
@@ -24,6 +24,7 @@ MESSAGE_TYPES = (
     Row,
     Stall,
     TokenChunk,
+    WeightShard,
     WeightUpdate,
 )
 """Every type that travels between the processes of a run as itself; a `WorkerSetup` and user objects travel as bytes,
