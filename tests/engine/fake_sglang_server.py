@@ -3,7 +3,7 @@
 Copied to `sglang/launch_server.py` in a directory of its own, it is what `python -m sglang.launch_server` starts. Its
 tokens are a function of all tokens before and of the request's seed, so that an answer which goes on elsewhere is the
 same. `AREAL_FAKE_SGLANG` makes it misbehave: "dies" ends it while it starts, "deaf" never answers, "cumulative" sends
-all tokens of a call in every event.
+all tokens of a call in every event. So do prompts of one of the tokens in `TROUBLE`.
 """
 
 import argparse
@@ -16,12 +16,15 @@ from typing import Any
 from aiohttp import web
 
 VOCABULARY = 261
+TROUBLE = {250: (400, "it cannot be served"), 251: (500, "it went wrong"), 252: (500, "the scheduler died")}
+"""Errors that a prompt of this token alone is answered with; after the last, the server is not healthy any more."""
 
 
 class FakeSglang:
     def __init__(self, cumulative: bool) -> None:
         self.weight_version = "default"
         self.cumulative = cumulative
+        self.healthy = True
         self.going = asyncio.Event()
         self.going.set()
         self.running: set[asyncio.Event] = set()
@@ -31,7 +34,7 @@ class FakeSglang:
         self.idle.set()
 
     async def health(self, _: web.Request) -> web.Response:
-        return web.Response()
+        return web.Response(status=200 if self.healthy else 503)
 
     async def model_info(self, _: web.Request) -> web.Response:
         return web.json_response({"weight_version": self.weight_version})
@@ -66,6 +69,12 @@ class FakeSglang:
         ids = list(body["input_ids"])
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
+        if len(ids) == 1 and ids[0] in TROUBLE:
+            code, message = TROUBLE[ids[0]]
+            self.healthy = self.healthy and ids[0] != 252
+            event = {"error": {"message": message, "type": "error", "code": code, "retryable": False}}
+            await response.write(b"data: " + json.dumps(event).encode() + b"\n\ndata: [DONE]\n\n")
+            return response
         await self.going.wait()
         broken_off = asyncio.Event()
         self.running.add(broken_off)

@@ -128,6 +128,25 @@ async def test_what_sglang_cannot_honour_is_refused_by_name(
         await soon(engine.agenerate(replace(ask(**settings), **changes)))
 
 
+async def test_a_refused_or_failed_request_costs_no_other(engine: InferenceEngine) -> None:
+    (kept,) = await begin(engine, max_new_tokens=LONG)
+    with pytest.raises(RequestError, match="SGLang refuses a request with 400: it cannot be served"):
+        await answer(engine, [250])
+    with pytest.raises(EngineError, match="500: it went wrong") as failure:
+        await answer(engine, [251])
+    assert not isinstance(failure.value, RequestError | EngineGone)
+    assert (await soon(kept)).output_len == LONG
+
+
+async def test_a_request_that_a_dying_server_fails_may_go_on_elsewhere(
+    fake_sglang: pytest.MonkeyPatch, model: Path
+) -> None:
+    engine = await open_sglang(model, timeout_seconds=60)
+    with pytest.raises(EngineGone, match=r"the scheduler died; SGLang refuses /health with 503"):
+        await answer(engine, [252])
+    await engine.aclose()
+
+
 async def test_weights_of_another_digest_are_refused_and_the_old_ones_serve_on(engines: FakeSglangEngines) -> None:
     engine = await engines.open()
     await engine.update_weights(good := engines.publish())

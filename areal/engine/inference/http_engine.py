@@ -263,23 +263,31 @@ class HttpEngine(ABC):
                 reason = await self._draw_on(sequence, req, streamed)
             sequence.answer(sequence.response(reason, self._digests))
         except Exception as error:
-            sequence.fail(error)
+            sequence.fail(await self._cause(error))
         finally:
             self._calls.pop(sequence, None)
 
     async def _draw_on(self, sequence: SequenceState, req: ModelRequest, streamed: bool) -> StopReason | None:
         """One call of the server. Returns why the answer ends; None if the call was ended before it."""
-        start, finish = sequence.drawn, None
+        start, reason, finish = sequence.drawn, None, None
         async with aclosing(self.draw(sequence, req, streamed=streamed)) as pieces:
             async for piece in pieces:
                 finish = piece.finish
                 reason = self._append(sequence, piece, start)
-                if reason is not None:
+                if reason is not None and finish is None:  # the server would go on
                     return reason
-        self._check_alive()
-        if finish != "abort":
+        if reason is None and finish != "abort":
             raise EngineError(f"{self.server.name} ended an answer ({finish}) that was not complete")
-        return None
+        return reason
+
+    async def _cause(self, error: Exception) -> Exception:
+        """A failure of the server may be its end; then another engine can go on with the request."""
+        if not isinstance(error, RequestError | EngineGone):
+            try:
+                await self.server.get("/health")
+            except EngineError as ended:
+                return EngineGone(f"{error}; {ended}")
+        return error
 
     def _abort(self, sequence: SequenceState) -> None:
         """Have no more drawn for it, if it has not ended."""
@@ -468,9 +476,8 @@ class HttpServer:
                     *whole, rest = (rest + block).split(b"\n\n")
                     for event in whole:
                         text = event.removeprefix(b"data: ")
-                        if text == b"[DONE]":
-                            return
-                        yield orjson.loads(text)
+                        if text != b"[DONE]":  # what follows is read too, so that the connection can be used again
+                            yield orjson.loads(text)
         except (aiohttp.ClientError, OSError) as error:
             raise self._unreachable(error) from None
 
