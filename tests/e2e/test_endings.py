@@ -48,8 +48,8 @@ def test_process_that_dies_or_freezes_is_replaced_and_its_groups_run_again(
     example: Start, run_dir: Path, module: str, name: str, sign: signal.Signals
 ) -> None:
     # Synchronous, so that a group cannot grow stale while it waits for the replacement.
-    run = example("total_train_steps=100", "scheduler.heartbeat_seconds=3", "rollout.max_head_offpolicyness=0")
-    run.wait_for(r"^step 10/100 ")
+    run = example("total_train_steps=40", "scheduler.heartbeat_seconds=3", "rollout.max_head_offpolicyness=0")
+    run.wait_for(r"^step 10/40 ")
     victim = run.only(module)
     os.kill(victim, sign)
     assert run.wait() == 0, run.text
@@ -58,7 +58,7 @@ def test_process_that_dies_or_freezes_is_replaced_and_its_groups_run_again(
     assert "it is started again" in run.text
     assert "Traceback" not in run.text
     metrics = rows_of(run_dir / "metrics.jsonl")
-    assert [row["step"] for row in metrics if "reward" in row] == list(range(1, 101))
+    assert [row["step"] for row in metrics if "reward" in row] == list(range(1, 41))
     tasks = [row["task_id"] for row in rows_of(run_dir / "rollouts.jsonl")]
     assert {tasks.count(task) for task in tasks} == {4}, "a group was trained twice, or in part"
     assert summary_of(run_dir)["rejections"] == {}
