@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from areal.api.errors import ArealError
+from areal.infra.rpc import frames
 from areal.infra.rpc.channel import Channel, ChannelClosed
 from areal.infra.rpc.connect import Listener, connect, serve
 from areal.infra.rpc.sockets import address_towards, dial, listen
@@ -177,29 +178,54 @@ async def test_frame_that_was_tampered_with_is_not_acted_on_and_ends_the_channel
     assert paid in ([1, 2], [1, 2, 3], [1])  # whatever came whole and in its place
 
 
-async def test_tcp_connections_notice_on_both_ends_that_a_host_is_gone(stack: AsyncExitStack) -> None:
-    accepted: asyncio.Future[socket.socket] = asyncio.get_running_loop().create_future()
+class SocketToAnotherHost:
+    """Takes options like a connected socket, and says that its peer is elsewhere."""
 
-    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        accepted.set_result(writer.get_extra_info("socket"))
-        await reader.read()
-        writer.close()
+    def __init__(self) -> None:
+        self.options: dict[int, int] = {}
 
-    server, address = await listen("tcp:127.0.0.1:0", accept)
-    stack.callback(server.close)
-    _, writer = await dial(address)
-    stack.callback(writer.close)
-    for end in (writer.get_extra_info("socket"), await asyncio.wait_for(accepted, 10)):
-        assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-        unanswered = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE)
-        unanswered += end.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL) * end.getsockopt(
-            socket.IPPROTO_TCP, socket.TCP_KEEPCNT
-        )
-        assert unanswered <= 8
-        assert 0 < end.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) <= 8000
+    def getsockname(self) -> tuple[str, int]:
+        return "10.0.0.1", 1
+
+    def getpeername(self) -> tuple[str, int]:
+        return "10.0.0.2", 2
+
+    def setsockopt(self, level: int, option: int, value: int) -> None:
+        self.options[option] = value
+
+
+def test_connection_to_another_host_notices_within_seconds_that_it_is_gone() -> None:
+    connection = SocketToAnotherHost()
+    frames.notice_loss(connection)  # type: ignore[arg-type]
+    options = connection.options
+    assert options[socket.SO_KEEPALIVE] == 1
+    unanswered = options[socket.TCP_KEEPIDLE] + options[socket.TCP_KEEPINTVL] * options[socket.TCP_KEEPCNT]
+    assert unanswered <= 8
+    assert 0 < options[socket.TCP_USER_TIMEOUT] <= 8000
 
 
 def test_address_towards_a_host_is_of_the_interface_that_reaches_it() -> None:
     assert address_towards("127.0.0.1") == "127.0.0.1"
     with pytest.raises(ArealError, match=r"a route to 'no\.such\.host\.invalid'.*scheduler\.address"):
         address_towards("no.such.host.invalid")
+
+
+async def test_peer_on_this_machine_may_leave_everything_unread_for_as_long_as_it_likes(
+    stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A driver that is stopped for a while, by a debugger or Ctrl-Z, must find its processes alive."""
+    monkeypatch.setattr(frames, "LOST_SECONDS", 3)
+    connected: asyncio.Future[asyncio.StreamWriter] = asyncio.get_running_loop().create_future()
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connected.set_result(writer)
+
+    server, address = await listen("tcp:127.0.0.1:0", accept)
+    stack.callback(server.close)
+    reader, writer = await dial(address)
+    stack.callback(writer.close)
+    stack.callback((await connected).close)
+    writer.write(b"x" * (64 << 20))
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(reader.read(1), 9)
+    assert not writer.is_closing()

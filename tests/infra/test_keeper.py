@@ -146,6 +146,13 @@ async def test_all_output_of_a_process_that_dies_at_once_arrives(start: Any, tmp
     assert (tmp_path / "log.txt").read_text() == "y" * 60_000 + "end"
 
 
+async def test_keeper_that_is_asked_to_end_ends_its_command_in_order(start: Any, reports: Reports) -> None:
+    placement = await start(SLEEP)
+    (pid,) = await reports.next()
+    os.kill(parent_of(pid), signal.SIGTERM)  # as a batch system does
+    assert await asyncio.wait_for(placement.wait(), 30) == -signal.SIGTERM
+
+
 async def test_killed_keeper_takes_its_command_along_and_is_named(start: Any, reports: Reports) -> None:
     placement = await start(SLEEP)
     (pid,) = await reports.next()

@@ -150,9 +150,15 @@ def call(secret: bytes, receive: Callable[[int], bytes], send: Callable[[bytes],
 
 
 def notice_loss(connection: socket.socket) -> None:
-    """Make the kernel end a TCP connection whose other end is gone without a word: a pulled cable, a lost host."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    """Make the kernel end a TCP connection whose other end is gone without a word: a pulled cable, a lost host.
+
+    A peer on this machine cannot be. There it would only do harm: the kernel also ends a connection whose other end
+    reads nothing for so long, a driver in a debugger for example.
+    """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if connection.getpeername()[0] in (connection.getsockname()[0], "127.0.0.1", "::1"):
+        return
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     options = {
         "TCP_KEEPIDLE": SILENT_SECONDS,
         "TCP_KEEPINTVL": 1,
