@@ -11,6 +11,8 @@ import asyncio
 import hashlib
 import json
 import os
+import subprocess
+import sys
 from typing import Any
 
 from aiohttp import web
@@ -130,6 +132,8 @@ def main() -> None:
     mood = os.environ.get("AREAL_FAKE_SGLANG", "")
     if mood == "dies":
         raise SystemExit("CUDA out of memory, says this stand-in")
+    if not mood:
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])  # it too has processes that compute
     asyncio.run(serve(given.host, given.port, mood))
 
 

@@ -1,7 +1,9 @@
 """The SGLang adapter, against a stand-in that answers SGLang's routes (fake_sglang_server.py): SGLang was not run."""
 
 import asyncio
+import os
 import shutil
+import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
 from dataclasses import replace
@@ -20,6 +22,7 @@ from areal.api.errors import EngineError, EngineGone, RequestError, WeightMismat
 from areal.api.io_struct import Grammar
 from areal.engine.inference.http_engine import HttpServer, directory_digest
 from areal.engine.inference.sglang import SglangEngine, open_sglang
+from areal.utils.process_pool.descendants import children_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
@@ -159,6 +162,12 @@ async def test_weights_of_another_digest_are_refused_and_the_old_ones_serve_on(e
     await engine.aclose()
 
 
+def is_alive(pid: int) -> bool:
+    """It may have ended and wait for whoever adopted it to notice."""
+    status = Path(f"/proc/{pid}/stat")
+    return status.exists() and status.read_text().rpartition(")")[2].split()[0] not in "ZX"
+
+
 async def test_a_server_that_dies_fails_its_requests_with_the_end_of_its_output(
     fake_sglang: pytest.MonkeyPatch, model: Path
 ) -> None:
@@ -166,9 +175,9 @@ async def test_a_server_that_dies_fails_its_requests_with_the_end_of_its_output(
     failed = asyncio.Event()
     engine.on_failure = failed.set
     tasks = await begin(engine, 3, max_new_tokens=3000)
-    process = engine.server._process
-    assert process is not None
-    process._process.kill()
+    assert engine.server.process is not None
+    (worker,) = children_of(engine.server.process.pid)
+    os.kill(engine.server.process.pid, signal.SIGKILL)
     outcomes = await soon(asyncio.gather(*tasks, return_exceptions=True))
     assert all(isinstance(outcome, EngineGone) for outcome in outcomes)
     await soon(failed.wait())
@@ -176,6 +185,7 @@ async def test_a_server_that_dies_fails_its_requests_with_the_end_of_its_output(
     with pytest.raises(EngineGone):
         await answer(engine)
     await engine.aclose()
+    assert not is_alive(worker)
 
 
 async def test_a_server_that_dies_while_it_starts_is_reported_with_its_last_words(

@@ -14,12 +14,10 @@ TESTS = Path(__file__).parents[1]
 sys.path.insert(0, str(TESTS / "engine"))  # the conformance suite and its models
 
 from tiny_models import write_model  # noqa: E402
-from vllm_engines import VllmEngines  # noqa: E402
+from vllm_engines import VllmEngines, vllm_process  # noqa: E402
 
 from areal.api.engine_api import InferenceEngine  # noqa: E402
-from areal.engine.inference.vllm import START_SECONDS, open_vllm  # noqa: E402
-
-PYTHON = TESTS.parent / ".venv-vllm" / "bin" / "python"
+from areal.engine.inference.vllm import START_SECONDS  # noqa: E402
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -36,13 +34,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 async def engines(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[VllmEngines]:
     place = tmp_path_factory.mktemp("vllm")
     model = write_model(place / "model", head_dim=32)  # vLLM's attention on a CPU takes no smaller one
-    with pytest.MonkeyPatch.context() as environ:
-        environ.setenv("OMP_NUM_THREADS", "1")  # it shares the machine with the tests
-        owner = await open_vllm(model, python=str(PYTHON), arguments=["--enforce-eager"])
-    engines = VllmEngines(owner, model, place)
-    yield engines
-    engines.trainer.close()
-    await owner.aclose()
+    sockets = tmp_path_factory.mktemp("s")  # a socket's path must be short
+    async with vllm_process(model, sockets) as vllm:
+        engines = VllmEngines(vllm, model, place)
+        yield engines
+        engines.trainer.close()
 
 
 @pytest_asyncio.fixture(loop_scope="session")

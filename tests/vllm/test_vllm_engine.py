@@ -173,7 +173,7 @@ async def test_a_slow_reader_learns_the_version_that_drew_each_token(
 ) -> None:
     """Tokens wait for it through a swap; what it reads afterwards was drawn before."""
     await engine.update_weights(old := engines.publish())
-    async with asyncio.timeout(60), aclosing(engine.astream(ask(max_new_tokens=80, seed=1))) as chunks:
+    async with asyncio.timeout(60), aclosing(engine.astream(ask(max_new_tokens=600, seed=1))) as chunks:
         read = await anext(chunks)
         (other,) = await begin(engine, max_new_tokens=20)
         await other
@@ -186,13 +186,28 @@ async def test_a_slow_reader_learns_the_version_that_drew_each_token(
     assert set(read.versions) == {old.version, new.version}
 
 
-async def test_pauses_are_counted_when_they_hold_up_requests(engines: VllmEngines, engine: InferenceEngine) -> None:
+async def test_pauses_are_counted_when_they_hold_up_requests(engines: VllmEngines) -> None:
+    engine = await engines.open()
+    await engine.pauses()
     await engine.update_weights(engines.publish())
-    assert isinstance(engine, type(engines.owner))
-    assert engine.pauses() == []
+    assert await engine.pauses() == []
     tasks = await begin(engine, 2, max_new_tokens=40)
     await engine.update_weights(engines.publish())
     await soon(asyncio.gather(*tasks))
-    (pause,) = engine.pauses()
+    (pause,) = await engine.pauses()
     print(f"a change of weights held up requests for {pause:.2f} s")
-    assert engine.activity()
+    assert await engine.activity()
+    await engine.aclose()
+
+
+async def test_a_server_that_runs_already_is_used_with_the_weights_that_it_has(engines: VllmEngines) -> None:
+    engine = await engines.open()
+    await engine.update_weights(update := engines.publish())
+    direct = await engines.open_directly()
+    health = await direct.health()
+    assert (health.version, health.digest) == (update.version, update.digest)
+    asked = ask(seed=3, max_new_tokens=20)
+    assert (await soon(direct.agenerate(asked))).output_tokens == (await soon(engine.agenerate(asked))).output_tokens
+    await direct.aclose()
+    assert (await answer(engine)).output_len == 12
+    await engine.aclose()

@@ -269,16 +269,16 @@ class HttpEngine(ABC):
 
     async def _draw_on(self, sequence: SequenceState, req: ModelRequest, streamed: bool) -> StopReason | None:
         """One call of the server. Returns why the answer ends; None if the call was ended before it."""
-        start, reason, finish = sequence.drawn, None, None
+        start, finish = sequence.drawn, None
         async with aclosing(self.draw(sequence, req, streamed=streamed)) as pieces:
             async for piece in pieces:
                 finish = piece.finish
                 reason = self._append(sequence, piece, start)
-                if reason is not None and finish is None:  # the server would go on
+                if reason is not None:
                     return reason
-        if reason is None and finish != "abort":
+        if finish != "abort":
             raise EngineError(f"{self.server.name} ended an answer ({finish}) that was not complete")
-        return reason
+        return None
 
     async def _cause(self, error: Exception) -> Exception:
         """A failure of the server may be its end; then another engine can go on with the request."""
@@ -411,19 +411,24 @@ class HttpServer:
     """The connection to an engine's server, and the server's process if it was started here."""
 
     def __init__(self, name: str, address: str, process: "ServerProcess | None" = None) -> None:
-        """`address`: unix:PATH or http://HOST:PORT."""
+        """`address`: unix:PATH or http://HOST:PORT.
+
+        Each call has a connection of its own: servers close idle ones, and a call that is sent into that moment fails.
+        """
         self.name = name
         self.address = address
         self.gone: str | None = None
         """Why it cannot be reached any more, if that is known."""
         self.on_death: Callable[[str], None] = lambda why: None
-        self._process = process
+        self.process = process
         self._watch: asyncio.Task[None] | None = None
         if address.startswith("unix:"):
-            connector: aiohttp.BaseConnector = aiohttp.UnixConnector(address.removeprefix("unix:"), limit=0)
+            connector: aiohttp.BaseConnector = aiohttp.UnixConnector(
+                address.removeprefix("unix:"), limit=0, force_close=True
+            )
             self._base = "http://engine"
         else:
-            connector, self._base = aiohttp.TCPConnector(limit=0), address.rstrip("/")
+            connector, self._base = aiohttp.TCPConnector(limit=0, force_close=True), address.rstrip("/")
         no_deadline = aiohttp.ClientTimeout(total=None)  # that of a generation is its caller's, control calls have one
         self._session = aiohttp.ClientSession(connector=connector, timeout=no_deadline)
 
@@ -476,8 +481,9 @@ class HttpServer:
                     *whole, rest = (rest + block).split(b"\n\n")
                     for event in whole:
                         text = event.removeprefix(b"data: ")
-                        if text != b"[DONE]":  # what follows is read too, so that the connection can be used again
-                            yield orjson.loads(text)
+                        if text == b"[DONE]":
+                            return
+                        yield orjson.loads(text)
         except (aiohttp.ClientError, OSError) as error:
             raise self._unreachable(error) from None
 
@@ -485,8 +491,8 @@ class HttpServer:
         if self._watch is not None:
             self._watch.cancel()
         await self._session.close()
-        if self._process is not None:
-            await self._process.stop()
+        if self.process is not None:
+            await self.process.stop()
 
     async def _control(self, method: str, path: str, body: Any, timeout_seconds: float) -> Any:
         try:
@@ -522,10 +528,13 @@ def refusal(what: str, status: int, text: str) -> EngineError:
 class ServerProcess:
     """A server that was started here. Its output is passed on; the last lines are kept for the news of its death."""
 
-    def __init__(self, name: str, process: asyncio.subprocess.Process, owned: AsyncExitStack) -> None:
+    def __init__(
+        self, name: str, process: asyncio.subprocess.Process, output: asyncio.StreamReader, owned: AsyncExitStack
+    ) -> None:
         self.ended = asyncio.Event()
         self._name = name
         self._process = process
+        self._output = output
         self._owned = owned
         """What is released when it has ended, such as its directory."""
         self._lines: deque[str] = deque(maxlen=TAIL_LINES)
@@ -536,19 +545,31 @@ class ServerProcess:
     async def start(
         cls, name: str, argv: Sequence[str], environ: Mapping[str, str], owned: AsyncExitStack
     ) -> "ServerProcess":
+        # A pipe of our own: the end of a process whose output asyncio reads is noticed only when its children end too.
+        ours, its = os.pipe()
         try:
             process = await asyncio.create_subprocess_exec(
                 *argv,
                 stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT,
+                stdout=its,
+                stderr=its,
                 env=environ,
                 start_new_session=True,  # so that its own children end with it
             )
         except OSError as error:
+            os.close(ours)
             await owned.aclose()
             raise EngineError(f"{name} cannot be started with {argv[0]!r}: {error}; set rollout.python") from None
-        return cls(name, process, owned)
+        finally:
+            os.close(its)
+        output = asyncio.StreamReader()
+        loop = asyncio.get_running_loop()
+        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(output), os.fdopen(ours, "rb"))
+        return cls(name, process, output, owned)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     @property
     def code(self) -> int | None:
@@ -573,7 +594,8 @@ class ServerProcess:
     async def _wait(self) -> None:
         await self._process.wait()
         self._kill()  # what it started and left behind, which also holds its output open
-        await self._reader
+        await asyncio.wait((self._reader,), timeout=STOP_SECONDS)
+        self._reader.cancel()
         self.ended.set()
 
     def _kill(self) -> None:
@@ -581,10 +603,8 @@ class ServerProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     async def _read(self) -> None:
-        stream = self._process.stdout
-        assert stream is not None
         rest = b""
-        while block := await stream.read(1 << 16):
+        while block := await self._output.read(1 << 16):
             *lines, rest = (rest + block).split(b"\n")
             for line in lines:
                 text = line.decode(errors="replace")
