@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 from processes import SLEEP, WITH_ESCAPEE, Reports, children_of, is_running, parent_of, start_driver, wait_until_gone
 
 from areal.api.errors import PlacementRefused, ProcessDied
-from areal.infra.rpc.frames import HandshakeRefused
+from areal.infra.rpc.frames import HandshakeRefused, listener_proof, listener_seals
 from areal.infra.rpc.sockets import handshake_as_caller
 from areal.infra.scheduler import Ask, Command, LocalScheduler, Scheduler, keeper, scheduler
 from areal.infra.scheduler.local import FreeResources, LocalLauncher
@@ -26,6 +27,11 @@ GONE_SECONDS = 3.0
 
 def proc_file(pid: int, name: str) -> bytes:
     return Path(f"/proc/{pid}/{name}").read_bytes()
+
+
+def processor_ticks(pid: int) -> int:
+    fields = proc_file(pid, "stat").decode().rpartition(")")[2].split()
+    return int(fields[11]) + int(fields[12])
 
 
 async def test_stop_ends_a_daemon_that_ignores_signals(start: Any, reports: Reports) -> None:
@@ -138,6 +144,60 @@ async def test_keeper_that_reads_a_flood_stays_small(start: Any, tmp_path: Path,
     peak = re.search(r"VmHWM:\s+(\d+) kB", proc_file(parent_of(placement.pid), "status").decode())
     assert peak is not None
     assert int(peak[1]) < 64 << 10
+
+
+class SlowDriver:
+    """The driver's end of a keeper's connection: it starts a command and then reads nothing until it is asked."""
+
+    def __init__(self) -> None:
+        self._server = socket.create_server(("127.0.0.1", 0))
+        address = f"tcp:127.0.0.1:{self._server.getsockname()[1]}"
+        argv = [sys.executable, "-I", "-S", keeper.__file__, address, "0"]
+        self.keeper = subprocess.Popen(argv, stdin=subprocess.PIPE)
+        assert self.keeper.stdin is not None
+        self.keeper.stdin.write(b"secret")
+        self.keeper.stdin.close()
+        self._connection, _ = self._server.accept()
+        nonce = b"n" * 32
+        self._connection.sendall(nonce)
+        theirs = self._connection.recv(64, socket.MSG_WAITALL)
+        nonces = nonce + theirs[:32]
+        self._connection.sendall(listener_proof(b"secret", nonces))
+        self._sealer, self._opener = listener_seals(b"secret", nonces)
+
+    def start(self, code: str) -> None:
+        words = {"argv": [sys.executable, "-c", code], "env": {}, "stdin": "", "heartbeat_seconds": None}
+        self._connection.sendall(self._sealer.seal(keeper.COMMAND + json.dumps({**words, "directories": []}).encode()))
+
+    def read(self) -> list[bytes]:
+        """All that the keeper sends, to its end."""
+        frames: list[bytes] = []
+        while chunk := self._connection.recv(1 << 16):
+            frames += self._opener.feed(chunk)
+        self._connection.close()
+        return frames
+
+    def close(self) -> None:
+        self._connection.close()
+        self._server.close()
+        self.keeper.wait(10)
+
+
+async def test_keeper_of_a_driver_that_reads_nothing_waits_quietly_and_its_command_goes_on(reports: Reports) -> None:
+    driver = SlowDriver()
+    try:
+        driver.start(FLOOD.replace("sys.exit(3)", "") + SLEEP)
+        (pid,) = await reports.next()  # the flood is over, and the driver has read nothing of it
+        before = processor_ticks(driver.keeper.pid)
+        await asyncio.sleep(1)
+        assert processor_ticks(driver.keeper.pid) - before < 20, "it spins"
+        os.kill(pid, signal.SIGKILL)
+        frames = await asyncio.wait_for(asyncio.to_thread(driver.read), 30)
+    finally:
+        driver.close()
+    assert frames[-1].startswith(keeper.EXIT + b'{"code": -9')
+    printed = b"".join(frame[1:] for frame in frames if frame[:1] == keeper.OUTPUT)
+    assert printed.endswith(b"\nthe last line\n")
 
 
 async def test_all_output_of_a_process_that_dies_at_once_arrives(start: Any, tmp_path: Path) -> None:

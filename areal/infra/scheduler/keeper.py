@@ -97,7 +97,8 @@ class Keeper:
     def _turn(self) -> None:
         """Wait for the next thing to do, and do it."""
         now = time.monotonic()
-        due = [self._ping_at, self._kill_at, self._output.due]
+        due = [self._ping_at, self._kill_at]
+        due += [self._output.due] if self._may_send_output else []
         due += [self._watch.due] if self._watch is not None else []
         due += [self._command_by] if self._command is None else []
         for key, _ in self._selector.select(max(0.0, min(due) - now)):
@@ -114,7 +115,8 @@ class Keeper:
             self._watch = None
             self._send(FROZEN, why.encode())
             self._signal(signal.SIGKILL)
-        self._send_output(now)
+        if self._may_send_output and (chunk := self._output.take(now)):
+            self._send(OUTPUT, chunk)
 
     def _receive(self) -> None:
         try:
@@ -155,7 +157,7 @@ class Keeper:
                 start_new_session=True,
                 preexec_fn=die_with_parent,
             )
-        except OSError as error:
+        except (OSError, ValueError, subprocess.SubprocessError) as error:
             self._refused = str(error)
             return
         finally:
@@ -207,9 +209,9 @@ class Keeper:
         self._output.add(chunk)
         return bool(chunk)
 
-    def _send_output(self, now: float) -> None:
-        if len(self._unsent) < UNSENT_BYTES and (chunk := self._output.take(now)):
-            self._send(OUTPUT, chunk)
+    @property
+    def _may_send_output(self) -> bool:
+        return len(self._unsent) < UNSENT_BYTES
 
     def _send(self, kind: bytes, content: "bytes | dict[str, Any]" = b"") -> None:
         content = content if isinstance(content, bytes) else json.dumps(content).encode()
@@ -245,7 +247,8 @@ class Keeper:
         elif self._code is not None:
             while self._printed in self._selector.get_map() and self._read_output():
                 pass
-            self._send(OUTPUT, self._output.rest())
+            if rest := self._output.rest():
+                self._send(OUTPUT, rest)
             self._send(EXIT, {"code": self._code, "complete": complete})
         self._say_goodbye()
 

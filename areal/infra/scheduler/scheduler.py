@@ -112,12 +112,12 @@ class Scheduler:
         try:
             await asyncio.gather(*(placement.stop() for placement in self._placements))
             await asyncio.gather(*(placement.until_gone() for placement in self._placements))
+        finally:
             self._placements.clear()
             if self._server is not None:
                 self._server.close()
                 self._server = None
             await self._launcher.close()
-        finally:
             await asyncio.to_thread(self._scratch.close)
 
     async def _open(self, first: Ask) -> None:
@@ -137,7 +137,7 @@ class Scheduler:
                 hello = json.loads(content) if kind == keeper.HELLO else {}
                 arriving = self._arriving[hello["number"]]
                 line.host, line.pid, line.address = hello["host"], hello["pid"], hello["address"]
-        except (HandshakeRefused, FrameError, OSError, EOFError, KeyError) as error:
+        except (HandshakeRefused, ValueError, OSError, EOFError, KeyError) as error:
             logger.warning("refused a connection to the scheduler: %s", error or type(error).__name__)
             writer.close()
             return
