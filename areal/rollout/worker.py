@@ -11,7 +11,7 @@ import pickle
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 
 from areal.api.engine_api import InferenceEngine
@@ -51,7 +51,7 @@ async def serve_worker(index: int) -> None:
 
     async def setup(packed: bytes) -> None:
         nonlocal worker
-        worker = await RolloutWorker.start(pickle.loads(packed), secret)
+        worker = await RolloutWorker.start(pickle.loads(packed), secret, on_engine_lost)
         gc.collect()
         gc.freeze()
 
@@ -62,6 +62,10 @@ async def serve_worker(index: int) -> None:
     async def follow(engines: list[EngineAddress]) -> None:
         assert worker is not None, "setup comes first"
         await worker.follow(engines)
+
+    def on_engine_lost(address: EngineAddress) -> None:
+        if driver.is_open:
+            driver.notify("engine_lost", address)
 
     handlers: dict[str, Handler] = {
         "setup": setup,
@@ -100,10 +104,15 @@ class RolloutWorker(GroupWorker):
         self._closing.push_async_callback(proxy.aclose)
 
     @classmethod
-    async def start(cls, setup: WorkerSetup, run_secret: bytes = b"") -> "RolloutWorker":
+    async def start(
+        cls,
+        setup: WorkerSetup,
+        run_secret: bytes = b"",
+        on_engine_lost: Callable[[EngineAddress], None] = lambda address: None,
+    ) -> "RolloutWorker":
         """Connect, listen, and construct the workflows; what is open is closed again if one of these fails.
 
-        `run_secret` opens the engines of the run.
+        `run_secret` opens the engines of the run; `on_engine_lost` is told of one that does not answer any more.
         """
         tokenizer = load_hf_tokenizer(setup.tokenizer_path)
         processor = load_hf_processor(setup.tokenizer_path)
@@ -124,7 +133,8 @@ class RolloutWorker(GroupWorker):
             public_url=setup.proxy.public_url,
         )
         worker = cls({}, proxy, engine, setup.rollout.agent.timeout_seconds, setup.seed)
-        worker._connections = EngineConnections(engine, run_secret)
+        worker._connections = EngineConnections(engine, run_secret, on_engine_lost)
+        worker._closing.push_async_callback(worker._connections.follow, ())  # nothing is lost when it ends
         try:
             await worker.follow(setup.engines)
             # The config has checked that the host is loopback, or that the user chose the admin key.

@@ -144,6 +144,12 @@ class Engines:
         await asyncio.gather(*self._ending, return_exceptions=True)
         self.give_up()
 
+    def lost(self, address: EngineAddress) -> None:
+        """A rollout worker cannot reach this engine any more."""
+        member = next((each for each in self.members if each.address == address), None)
+        if member is not None:
+            self.end(member, EngineGone(f"a rollout worker cannot reach {member.name}"))
+
     def _suspect(self, name: str, error: BaseException) -> None:
         member = next((each for each in self.members if each.key == name), None)
         if member is not None:

@@ -191,7 +191,9 @@ class Fleet(Closing):
         if rollout.in_process:
             from areal.rollout.worker import RolloutWorker  # else it runs in processes of its own
 
-            self._local = await RolloutWorker.start(replace(setup, engines=engines.serving), self._processes.secret)
+            self._local = await RolloutWorker.start(
+                replace(setup, engines=engines.serving), self._processes.secret, engines.lost
+            )
             self._tell_workers(engines.serving)
 
     def _tell_workers(self, engines: list[EngineAddress]) -> None:

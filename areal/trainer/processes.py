@@ -12,7 +12,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
@@ -22,7 +22,7 @@ from areal.api.messages import WORKER_ROLE
 from areal.config.resources import Resources
 from areal.config.training import SchedulerConfig
 from areal.engine.model.published import shared_memory
-from areal.infra.rpc.channel import Channel, ChannelClosed
+from areal.infra.rpc.channel import Channel, ChannelClosed, Handler
 from areal.infra.rpc.connect import ConnectedProcess, DriverListener
 from areal.infra.rpc.wire import api_wire
 from areal.infra.scheduler import Ask, Command, Placement, make_scheduler
@@ -119,9 +119,17 @@ class Processes:
         command = Command(name, argv, log, env, self._config.heartbeat_seconds, secret, ask)
         return await self._scheduler.start(command)
 
-    async def expect(self, role: str, index: int, placement: Placement, *, timeout_seconds: float) -> ConnectedProcess:
-        """The process that was spawned, once it has connected. Raises ProcessDied."""
-        return await self._listener.expect(role, index, placement, timeout_seconds=timeout_seconds)
+    async def expect(
+        self,
+        role: str,
+        index: int,
+        placement: Placement,
+        *,
+        timeout_seconds: float,
+        handlers: Mapping[str, Handler] | None = None,
+    ) -> ConnectedProcess:
+        """The process that was spawned, once it has connected; it may call `handlers`. Raises ProcessDied."""
+        return await self._listener.expect(role, index, placement, timeout_seconds=timeout_seconds, handlers=handlers)
 
     def count_cpu(self, name: str, channel: Channel) -> None:
         """The process at the other end counts in `cpu_seconds` from now on."""

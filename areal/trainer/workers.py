@@ -38,7 +38,13 @@ class RemoteWorker(GroupWorker):
         return await self._processes.spawn(self._name, ["areal.rollout.worker", str(self._index)], env)
 
     async def join(self, placement: Placement) -> None:
-        arrival = await self._processes.expect(WORKER_ROLE, self._index, placement, timeout_seconds=START_SECONDS)
+        arrival = await self._processes.expect(
+            WORKER_ROLE,
+            self._index,
+            placement,
+            timeout_seconds=START_SECONDS,
+            handlers={"engine_lost": self._engines.lost},
+        )
         await self._engines.group.until_serving()
         setup = replace(self._setup, engines=self._engines.serving)
         await arrival.channel.call("setup", pickle.dumps(setup), timeout_seconds=SETUP_SECONDS)

@@ -64,6 +64,21 @@ def test_process_that_dies_or_freezes_is_replaced_and_its_groups_run_again(
     assert summary_of(run_dir)["rejections"] == {}
 
 
+def test_one_of_two_engines_dies_and_no_episode_is_lost(example: Start, run_dir: Path) -> None:
+    run = example("total_train_steps=30", "rollout.backend=embedded:d2")
+    run.wait_for(r"^step 5/30 ")
+    victim = next(pid for pid, command in run.descendants().items() if "--index 1" in command)
+    os.kill(victim, signal.SIGKILL)
+    assert run.wait() == 0, run.text
+    assert f"engine 1 (pid {victim}) was killed by signal 9" in run.text
+    assert "Traceback" not in run.text
+    summary = summary_of(run_dir)
+    assert set(summary["rejections"]) <= {"stale"}
+    assert {"engine 0", "engine 1"} <= set(summary["cpu_seconds"])
+    tasks = [row["task_id"] for row in rows_of(run_dir / "rollouts.jsonl")]
+    assert {tasks.count(task) for task in tasks} == {4}, "a group was trained twice, or in part"
+
+
 EXITING = """
 import os
 from pathlib import Path

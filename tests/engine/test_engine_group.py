@@ -3,6 +3,7 @@
 import asyncio
 from contextlib import aclosing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +12,13 @@ from tiny_models import byte_tokenizer
 from areal.api.engine_api import WeightUpdate
 from areal.api.errors import DrawnRefused, EngineError, EngineGone, RequestError
 from areal.api.io_struct import Grammar, ModelRequest, ModelResponse, TokenChunk
+from areal.api.messages import EngineAddress
 from areal.config.rollout import GenerationHyperparameters
 from areal.engine.inference.fake import FakeEngine
-from areal.engine.inference.group import MAX_FRUITLESS_ENDS, SPILL, EngineGroup
+from areal.engine.inference.group import MAX_FRUITLESS_ENDS, SPILL, EngineConnections, EngineGroup
+from areal.engine.inference.remote import engine_handlers
+from areal.infra.rpc.connect import Listener, serve
+from areal.infra.rpc.wire import api_wire
 
 
 class Engine(FakeEngine):
@@ -246,3 +251,62 @@ async def test_weights_reach_the_engine_that_joins_when_all_have_ended() -> None
     group.add("next", Engine())
     await soon(update)
     assert (await soon(group.health())).digest == "five"
+
+
+# From here: groups that are connected to engines as in a rollout worker.
+
+
+async def served(engine: FakeEngine, place: Path) -> Listener:
+    """The engine at a socket."""
+    return await serve(
+        f"unix:{place}",
+        lambda channel: channel.handlers.update(engine_handlers(engine, channel)),
+        wire=api_wire(),
+        secret=SECRET,
+    )
+
+
+SECRET = b"of the run"
+
+
+async def test_group_follows_the_engines_that_are_named(tmp_path: Path) -> None:
+    engines = [Engine(), Engine()]
+    listeners = [await served(engine, tmp_path / str(number)) for number, engine in enumerate(engines)]
+    first, second = (EngineAddress("engine", number, each.address) for number, each in enumerate(listeners))
+    lost: list[EngineAddress] = []
+    group = EngineGroup()
+    connections = EngineConnections(group, SECRET, lost.append)
+    await soon(connections.follow([first]))
+    await soon(connections.follow([first, second]))
+    assert group.members == ["engine #0", "engine #1"]
+    held = asyncio.ensure_future(group.agenerate(ask(1, max_new_tokens=200)))
+    await asyncio.sleep(0)
+    await soon(connections.follow([second]))
+    assert (await soon(held)).output_len == 200
+    assert (group.members, lost) == (["engine #1"], [])
+    await soon(connections.follow([]))
+    assert lost == []
+    for listener in listeners:
+        await listener.close()
+
+
+async def test_engine_that_cannot_be_reached_is_reported(tmp_path: Path) -> None:
+    listener = await served(Engine(), tmp_path / "there")
+    there = EngineAddress("there", 1, listener.address)
+    nowhere = EngineAddress("nowhere", 1, f"unix:{tmp_path}/nowhere")
+    closed = EngineAddress("closed", 1, listener.address, b"another secret")
+    lost: list[EngineAddress] = []
+    group = EngineGroup()
+    connections = EngineConnections(group, SECRET, lost.append)
+    await soon(connections.follow([there, nowhere, closed]))
+    assert group.members == ["there #1"]
+    assert sorted(each.name for each in lost) == ["closed", "nowhere"]
+    waiting = asyncio.ensure_future(group.agenerate(ask(max_new_tokens=4000)))
+    await listener.close()
+    done, _ = await asyncio.wait({waiting}, timeout=0.05)
+    assert not done
+    assert group.members == []
+    assert lost[-1] == there
+    group.give_up("the end")
+    with pytest.raises(EngineGone):
+        await soon(waiting)

@@ -35,6 +35,8 @@ MAX_HOMES = 1 << 16
 """Sessions and prompts whose engine is remembered."""
 MAX_FRUITLESS_ENDS = 3
 """Engines that may end in a row while they have a request and before they draw a token for it: then it is to blame."""
+CONNECT_SECONDS = 30.0
+"""An engine may be busy with a step when it is connected to."""
 logger = getLogger("engines")
 
 
@@ -250,39 +252,53 @@ def _copy(drawn: TokenChunk | None) -> TokenChunk:
 
 
 class EngineConnections:
-    """Keeps a group connected to the engines that the driver names, of which the latest list counts."""
+    """Keeps a group connected to the engines that the driver names, of which the latest list counts.
 
-    def __init__(self, group: EngineGroup, run_secret: bytes) -> None:
+    A connection that ends, or cannot be made, while its engine is named is reported and not made again: the engine may
+    have been replaced by one with other weights, and it is for the driver to say when it serves.
+    """
+
+    def __init__(
+        self, group: EngineGroup, run_secret: bytes, on_lost: Callable[[EngineAddress], None] = lambda address: None
+    ) -> None:
         """`run_secret` opens engines that have no secret of their own."""
         self._group = group
         self._run_secret = run_secret
-        self._named: set[EngineAddress] = set()
-        self._connected: dict[EngineAddress, RemoteEngine] = {}
+        self._on_lost = on_lost
+        self._named: dict[EngineAddress, RemoteEngine | None] = {}
+        """None = it is being connected to, or lost."""
 
     async def follow(self, engines: Sequence[EngineAddress]) -> None:
-        """Connect to those that are new, and leave those that are not named any more. Those that cannot be reached are
-        left out: the driver will notice, and name others."""
-        before, self._named = self._named, set(engines)
-        for left in before - self._named:
-            self._group.remove(_key(left))
-            if (engine := self._connected.pop(left, None)) is not None:
+        """Connect to those that are new, and leave those that are not named any more."""
+        before, self._named = self._named, {each: self._named.get(each) for each in engines}
+        for address, engine in before.items():
+            if address not in self._named and engine is not None:
+                self._group.remove(_key(address))
                 await engine.aclose()  # its answers go on elsewhere
         await asyncio.gather(*(self._join(each) for each in engines if each not in before))
 
     async def _join(self, address: EngineAddress) -> None:
+        secret = self._run_secret if address.secret is None else address.secret
         try:
-            secret = self._run_secret if address.secret is None else address.secret
-            channel = await connect(address.address, wire=api_wire(), peer=address.name, secret=secret)
+            channel = await connect(
+                address.address, wire=api_wire(), peer=address.name, secret=secret, timeout_seconds=CONNECT_SECONDS
+            )
         except ChannelClosed as error:
-            logger.warning("%s is left out until it is named again: %s", address.name, error)
-            self._named.discard(address)
+            logger.warning("%s is left out: %s", address.name, error)
+            self._lose(address)
             return
         if address not in self._named:
             await channel.close()
             return
-        engine = self._connected[address] = RemoteEngine(channel)
+        engine = self._named[address] = RemoteEngine(channel)
         self._group.add(_key(address), engine)
-        channel.closed.add_done_callback(lambda _: self._group.remove(_key(address)))
+        channel.closed.add_done_callback(lambda _: self._lose(address))
+
+    def _lose(self, address: EngineAddress) -> None:
+        self._group.remove(_key(address))
+        if address in self._named:
+            self._named[address] = None
+            self._on_lost(address)
 
 
 def _key(address: EngineAddress) -> str:

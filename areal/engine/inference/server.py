@@ -105,7 +105,7 @@ async def serve_in_run(engine: ServedEngine, index: int, sockets: str | None) ->
     secret = read_secret()
     with ExitStack() as stack:
         place = sockets or stack.enter_context(tempfile.TemporaryDirectory(prefix="areal-"))
-        address = f"unix:{place}/engine-{index}"
+        address = f"unix:{place}/engine-{index}-{os.getpid()}"  # nothing that is meant for this process reaches another
         endpoint = await serve(
             address, lambda channel: _add_handlers(engine, channel), wire=api_wire(), peer="a worker", secret=secret
         )
