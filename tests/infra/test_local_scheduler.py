@@ -12,7 +12,7 @@ import pytest
 from processes import REPORT, SLEEP, STUBBORN, WITH_CHILD, Reports, children_of, is_running, wait_until_gone
 
 from areal.api.errors import ConfigError
-from areal.config.keys import ADMIN_KEY_VARIABLE
+from areal.config.keys import ADMIN_KEY_VARIABLE, ENGINE_SECRET_VARIABLE
 from areal.infra.scheduler import Command, LocalScheduler, make_scheduler
 
 pytestmark = pytest.mark.slow
@@ -33,10 +33,11 @@ async def test_secret_is_all_that_standard_input_has(start: Any, tmp_path: Path)
     assert (tmp_path / "log.txt").read_text() == "of the run\nnothing\n"
 
 
-async def test_admin_key_in_the_environment_stays_with_the_driver(
-    start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("variable", [ADMIN_KEY_VARIABLE, ENGINE_SECRET_VARIABLE])
+async def test_secret_in_the_environment_stays_with_the_driver(
+    start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
 ) -> None:
-    monkeypatch.setenv(ADMIN_KEY_VARIABLE, "sk-chosen")
+    monkeypatch.setenv(variable, "sk-chosen")
     code = "from pathlib import Path; print('sk-chosen' in Path('/proc/self/environ').read_text())"
     assert await (await start(code)).wait() == 0
     assert (tmp_path / "log.txt").read_text() == "False\n"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from areal.config.keys import ADMIN_KEY_VARIABLE
+from areal.config.keys import ADMIN_KEY_VARIABLE, ENGINE_SECRET_VARIABLE
 from areal.utils.net import bypass_proxies
 from areal.utils.threads import ALONE, SHARING
 
@@ -146,7 +146,8 @@ class Placement(Protocol):
 
 def child_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """`environ` and what every process of a run needs."""
-    # The admin key is for the driver, which hands it on: agents run in these processes, and must not find it there.
-    withheld = {*(name for name, value in ALONE.items() if environ.get(name) == value), ADMIN_KEY_VARIABLE}
-    chosen = {name: value for name, value in environ.items() if name not in withheld}
+    # These are for the driver, which hands them on: agents run in these processes, and must not find them there.
+    secret = {ADMIN_KEY_VARIABLE, ENGINE_SECRET_VARIABLE}
+    alone = {name for name, value in ALONE.items() if environ.get(name) == value}
+    chosen = {name: value for name, value in environ.items() if name not in secret | alone}
     return SHARING | {"PYTHONUNBUFFERED": "1"} | chosen | bypass_proxies(environ)
