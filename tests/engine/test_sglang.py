@@ -20,7 +20,7 @@ from tiny_models import training_engine, write_model
 from areal.api.engine_api import InferenceEngine, WeightUpdate
 from areal.api.errors import EngineError, EngineGone, RequestError, WeightMismatch
 from areal.api.io_struct import Grammar
-from areal.engine.inference.http_engine import HttpServer, directory_digest
+from areal.engine.inference.http_engine import HttpServer, initial_weights
 from areal.engine.inference.sglang import SglangEngine, open_sglang
 from areal.utils.process_pool.descendants import children_of
 
@@ -30,8 +30,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 class FakeSglangEngines:
     """Opens engines on one stand-in server, and publishes weights for them."""
 
-    def __init__(self, owner: SglangEngine, model: Path, place: Path) -> None:
-        self.owner, self.model, self.place = owner, model, place
+    def __init__(self, owner: SglangEngine, model: Path) -> None:
+        self.owner, self.model = owner, model
         self.trainer = training_engine()
 
     async def open(self) -> SglangEngine:
@@ -42,9 +42,7 @@ class FakeSglangEngines:
     def publish(self) -> WeightUpdate:
         self.trainer.flat *= 1.01
         self.trainer.version += 1
-        directory = self.place / f"version-{self.trainer.version}"
-        self.trainer.save(str(directory))
-        return WeightUpdate(self.trainer.version, directory_digest(directory), str(directory))
+        return self.trainer.publish()
 
 
 @pytest.fixture(scope="module")
@@ -65,11 +63,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def engines(
-    fake_sglang: pytest.MonkeyPatch, model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[FakeSglangEngines]:
+async def engines(fake_sglang: pytest.MonkeyPatch, model: Path) -> AsyncIterator[FakeSglangEngines]:
     owner = await open_sglang(model, timeout_seconds=60)
-    engines = FakeSglangEngines(owner, model, tmp_path_factory.mktemp("weights"))
+    engines = FakeSglangEngines(owner, model)
     yield engines
     engines.trainer.close()
     await owner.aclose()
@@ -156,8 +152,10 @@ async def test_weights_of_another_digest_are_refused_and_the_old_ones_serve_on(e
     wrong = replace(engines.publish(), digest="0" * 32)
     with pytest.raises(WeightMismatch, match="must have the digest 0000"):
         await engine.update_weights(wrong)
-    with pytest.raises(WeightMismatch, match=r"must be \*.safetensors files"):
-        await engine.update_weights(replace(wrong, path=str(engines.place / "nowhere")))
+    with pytest.raises(WeightMismatch, match=r"must be a safetensors file '/nowhere/model.safetensors'"):
+        await engine.update_weights(replace(good, path="/nowhere"))
+    with pytest.raises(WeightMismatch, match="SGLang is given whole models, got an update of layout 'adapter'"):
+        await engine.update_weights(replace(good, layout="adapter"))
     assert (await answer(engine)).digests == {good.version: good.digest}
     await engine.aclose()
 
@@ -215,8 +213,8 @@ async def test_a_failed_load_ends_the_engine_rather_than_leave_its_weights_unkno
     fake_sglang: pytest.MonkeyPatch, model: Path, tmp_path: Path
 ) -> None:
     engine = await open_sglang(model, timeout_seconds=60)
-    (tmp_path / "other-name.safetensors").write_bytes(b"x")
-    update = WeightUpdate(1, directory_digest(tmp_path), str(tmp_path))
+    shutil.copy(model / "model.safetensors", tmp_path / "other-name.safetensors")
+    update = replace(initial_weights(tmp_path), version=1)
     with pytest.raises(EngineError, match="Failed to load"):
         await engine.update_weights(update)
     assert "a change of weights to version 1 was not completed" in str(engine.failure)

@@ -32,11 +32,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def engines(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[VllmEngines]:
-    place = tmp_path_factory.mktemp("vllm")
-    model = write_model(place / "model", head_dim=32)  # vLLM's attention on a CPU takes no smaller one
+    model = write_model(tmp_path_factory.mktemp("model"), head_dim=32)  # vLLM's attention on a CPU takes no smaller one
     sockets = tmp_path_factory.mktemp("s")  # a socket's path must be short
     async with vllm_process(model, sockets) as vllm:
-        engines = VllmEngines(vllm, model, place)
+        engines = VllmEngines(vllm, model)
         yield engines
         engines.trainer.close()
 

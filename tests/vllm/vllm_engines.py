@@ -10,7 +10,7 @@ from pathlib import Path
 
 from areal.api.engine_api import WeightUpdate
 from areal.config.training import OptimizerConfig
-from areal.engine.inference.http_engine import HttpServer, directory_digest
+from areal.engine.inference.http_engine import HttpServer
 from areal.engine.inference.remote import RemoteEngine
 from areal.engine.inference.vllm import START_SECONDS, VllmEngine
 from areal.engine.model.architecture import read_architecture
@@ -84,8 +84,8 @@ async def vllm_process(model: Path, place: Path) -> AsyncIterator[VllmProcess]:
 class VllmEngines:
     """Opens engines on one server, and publishes weights for them."""
 
-    def __init__(self, vllm: VllmProcess, model: Path, place: Path) -> None:
-        self.vllm, self.model, self.place = vllm, model, place
+    def __init__(self, vllm: VllmProcess, model: Path) -> None:
+        self.vllm, self.model = vllm, model
         self.trainer = TrainingEngine(read_architecture(model), OptimizerConfig(), total_steps=1, directory=model)
 
     async def open(self) -> RemoteEngine:
@@ -104,6 +104,4 @@ class VllmEngines:
         """Weights that differ a little from the last ones."""
         self.trainer.flat *= 1.01
         self.trainer.version += 1
-        directory = self.place / f"version-{self.trainer.version}"
-        self.trainer.save(str(directory))
-        return WeightUpdate(self.trainer.version, directory_digest(directory), str(directory))
+        return self.trainer.publish()

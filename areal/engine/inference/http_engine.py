@@ -28,11 +28,12 @@ from typing import Any
 import aiohttp
 import orjson
 
-from areal.api.engine_api import EngineHealth, WeightUpdate
+from areal.api.engine_api import EngineHealth, WeightShard, WeightUpdate
 from areal.api.errors import EngineError, EngineGone, ModelError, RequestError, WeightMismatch
 from areal.api.io_struct import ModelRequest, ModelResponse, StopReason, TokenChunk
 from areal.engine.inference.grammar import GrammarCompiler
 from areal.engine.inference.sequence import SequenceState
+from areal.engine.model.published import WeightReader, whole_digest
 from areal.utils.logging import getLogger
 
 logger = getLogger("engine")
@@ -49,7 +50,6 @@ TAIL_LINES = 30
 """Lines of a server's output that come with the news of its death."""
 BUSY_GAP_SECONDS = 1.0
 """Tokens that arrive closer together than this are of one interval of activity."""
-HASH_BYTES = 1 << 20
 UNSEEN = -9999.0
 """What servers report for log-probs that are no number."""
 UNLABELLED = "default"
@@ -103,6 +103,7 @@ class HttpEngine(ABC):
         self._grammars = GrammarCompiler(tokenizer, limits.vocab_size)
         self._version = 0
         self._digests = {0: ""}
+        self._reader = WeightReader()
         self._staged: WeightUpdate | None = None
         self._swap = asyncio.Lock()
         self._draws = asyncio.Event()
@@ -162,7 +163,9 @@ class HttpEngine(ABC):
     async def stage_weights(self, update: WeightUpdate) -> None:
         """Check the files while generation goes on."""
         self._check_alive()
-        await asyncio.to_thread(check_weights, update)
+        if update.layout != "model":
+            raise WeightMismatch(f"{self.server.name} is given whole models, got an update of layout {update.layout!r}")
+        await asyncio.to_thread(self._reader.check, update)
         self._check_alive()
         self._staged = update
 
@@ -379,32 +382,12 @@ def label_of(update: WeightUpdate) -> str:
 
 def initial_weights(directory: Path) -> WeightUpdate:
     """Those that a server loaded when it started."""
-    return WeightUpdate(0, directory_digest(directory), str(directory))
-
-
-def check_weights(update: WeightUpdate) -> None:
-    """Raises WeightMismatch unless the directory `update.path` holds the weights that were published."""
-    found = directory_digest(Path(update.path))
-    if found != update.digest:
-        raise WeightMismatch(
-            f"the weights of version {update.version} in {update.path} must have the digest {update.digest}, "
-            f"got {found}; publish them again"
-        )
-
-
-def directory_digest(directory: Path) -> str:
-    """A fingerprint of the safetensors files of a model directory. Raises WeightMismatch if there are none."""
-    files = sorted(directory.glob("*.safetensors"))
-    if not files:
-        raise WeightMismatch(f"weights must be *.safetensors files in a directory, got {str(directory)!r}")
-    whole = hashlib.blake2b(digest_size=16)
-    for path in files:
-        one = hashlib.blake2b(digest_size=16)
+    shards = []
+    for path in sorted(directory.glob("*.safetensors")):
         with open(path, "rb") as file:
-            while block := file.read(HASH_BYTES):
-                one.update(block)
-        whole.update(f"{path.name} {one.hexdigest()}\n".encode())
-    return whole.hexdigest()
+            digest = hashlib.file_digest(file, "sha256").hexdigest()[:32]
+        shards.append(WeightShard(path.name, path.stat().st_size, digest))
+    return WeightUpdate(0, whole_digest(shards), str(directory), tuple(shards))
 
 
 class HttpServer:
