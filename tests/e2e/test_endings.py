@@ -210,3 +210,16 @@ def test_mistake_of_the_user_is_one_line_and_code_2(
     printed = capfd.readouterr().err.splitlines()
     assert len(printed) == 1, printed
     assert re.search(complaint, printed[0])
+
+
+@pytest.mark.parametrize(("setting", "who"), [("rollout.gpus=1000", "engine"), ("actor.gpus=1000", "trainer")])
+def test_run_that_asks_for_more_than_there_is_ends_with_what_is_free(
+    setting: str, who: str, tmp_path: Path, tiny_math: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ["train", "--config", str(CONFIG), f"output_dir={tmp_path}", "trial_name=one", setting]
+    assert main(words) == 2
+    printed = capfd.readouterr().err.splitlines()
+    assert re.search(
+        rf"^areal: {who} must fit this machine, but needs 1000 GPUs, \d+ are free; ask for less", printed[-1]
+    )
+    assert not [line for line in printed if "Traceback" in line]

@@ -15,6 +15,9 @@ from tiny_models import write_model
 from areal.api.errors import EngineError, ProcessDied
 from areal.api.io_struct import ModelRequest
 from areal.config.rollout import GenerationHyperparameters
+from areal.infra.rpc.channel import ChannelClosed
+from areal.infra.rpc.connect import connect
+from areal.infra.rpc.wire import api_wire
 
 pytestmark = pytest.mark.slow
 
@@ -34,6 +37,15 @@ async def test_a_server_without_its_model_ends_with_the_reason(tmp_path: Path) -
     with pytest.raises(ProcessDied, match=r"engine \(pid \d+\) exited with code 1: .*no model at"):
         async with engine_process(tmp_path / "gone", tmp_path / "log"):
             pass
+
+
+async def test_a_server_lets_nobody_in_who_does_not_know_the_secret_of_the_run(model: Path, tmp_path: Path) -> None:
+    async with engine_process(model, tmp_path / "log") as process:
+        for secret in (b"", b"a guess"):
+            with pytest.raises(ChannelClosed, match="during the handshake"):
+                await connect(process.arrival.info["address"], wire=api_wire(), secret=secret)
+        engine = await process.connect()
+        assert not (await engine.health()).paused
 
 
 async def test_a_server_whose_engine_has_failed_ends_with_the_cause(model: Path, tmp_path: Path) -> None:
