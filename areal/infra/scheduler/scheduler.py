@@ -138,7 +138,7 @@ class Scheduler:
                 arriving = self._arriving[hello["number"]]
                 line.host, line.pid, line.address = hello["host"], hello["pid"], hello["address"]
         except (HandshakeRefused, ValueError, OSError, EOFError, KeyError) as error:
-            logger.warning("refused a connection to the scheduler: %s", error or type(error).__name__)
+            logger.warning("refused a connection to the scheduler: %s", str(error) or type(error).__name__)
             writer.close()
             return
         if arriving.done():
