@@ -19,13 +19,15 @@ from tiny_models import write_model
 from transformers_models import batch, requests, sampled, write_gpt2, write_llava
 
 from areal.api.io_struct import Grammar, ModelRequest, ModelResponse
+from areal.api.messages import Episode, GroupResult, Row
 from areal.config.rollout import GenerationHyperparameters
-from areal.config.training import OptimizerConfig
+from areal.config.training import ActorConfig, OptimizerConfig
 from areal.engine import models
 from areal.engine.inference.decoder_runner import DecoderRunner
 from areal.engine.inference.engine import EmbeddedEngine
 from areal.engine.training.engine import TrainingEngine
 from areal.engine.training.figures import Figures
+from areal.trainer.update import PolicyUpdate
 from areal.utils.hf_utils import load_hf_tokenizer
 
 MODELS: dict[str, Callable[[Path], Path]] = {
@@ -133,10 +135,34 @@ async def round_of(model: Path, with_images: bool) -> dict[str, Any]:
         load_hf_tokenizer(model).save_pretrained(name)
         figures["published"] = largest(sampled(again), open_trainer(Path(name), "cpu").logprobs(batch(asked, again)))
     figures["resumed"] = resume(model, trainer, trained)
+    figures["update"], figures["update_on_cpu"] = policy_updates(model, asked, answers)
     figures["bfloat16"] = in_bfloat16(model, trained, judge)
     trainer.close()
     await engine.aclose()
     return figures
+
+
+def policy_updates(model: Path, asked: Sequence[ModelRequest], answers: Sequence[ModelResponse]) -> list[Any]:
+    """The update that a run makes, with a reference and recomputed log-probs: there, and on the CPU."""
+    episodes = []
+    for number, (request, answer) in enumerate(zip(asked, answers, strict=True)):
+        ids = np.array(answer.input_tokens + answer.output_tokens, dtype=np.int32)
+        mask = np.arange(len(ids)) >= answer.input_len
+        logprobs = np.where(mask, 0, np.float32(0))
+        logprobs[mask] = answer.output_logprobs
+        temperatures = np.where(mask, request.gconfig.temperature, 1).astype(np.float32)
+        reward = float(number % 2)
+        returns = np.where(mask, reward, 0).astype(np.float32)
+        row = Row(ids, mask, logprobs, mask - np.int32(1), returns, mask - np.int32(1), temperatures, reward)
+        row.images = request.images
+        episodes.append(Episode([row], reward))
+    pairs = zip(episodes[::2], episodes[1::2], strict=False)
+    groups = [GroupResult(number, list(pair), [], {}) for number, pair in enumerate(pairs)]
+    actor = ActorConfig(kl_ctl=0.1, use_decoupled_loss=True, ppo_n_minibatches=2)
+    return [
+        PolicyUpdate(open_trainer(model, device), actor, open_trainer(model, device), seed=1).step(groups)
+        for device in ("sim", "cpu")
+    ]
 
 
 def resume(model: Path, trainer: TrainingEngine, trained: Any) -> dict[str, Any]:

@@ -55,6 +55,14 @@ def test_engine_and_trainer_there_compute_what_a_trainer_on_the_cpu_does(model: 
 
 
 @models
+def test_the_update_of_a_run_with_its_reference_is_computed_there(model: str, rounds: dict[str, Any]) -> None:
+    there, here = rounds[model]["update"], rounds[model]["update_on_cpu"]
+    assert there["trained_tokens"] == here["trained_tokens"] > 0
+    assert there["loss"] == pytest.approx(here["loss"], rel=1e-2, abs=1e-4)
+    assert there["max_logprob_difference"] < EXACT
+
+
+@models
 def test_published_weights_reach_the_engine_between_two_tokens(model: str, rounds: dict[str, Any]) -> None:
     assert rounds[model]["versions"] == [0, 1]
     assert rounds[model]["published"] < EXACT

@@ -309,7 +309,7 @@ class PoolAttention:
         """Keys and values of the tokens go to `places`; `runs` leave out the positions that `shared` covers."""
         self._pool, self._places = pool, places
         dtype, device = pool.shape.dtype, pool.shape.device
-        self._attention = _attention if device.type == "cpu" else _plain_attention if shared else _fused_attention
+        self._attention = _cpu_attention if device.type == "cpu" else _plain_attention if shared else _fused_attention
         for run in runs:
             run.mask = None if run.mask is None else run.mask.to(dtype)
         self._runs = [(run, pool.read(run.first, run.end, run.length, run.start)) for run in runs]
@@ -356,8 +356,8 @@ class PoolAttention:
         mixed[rows] = torch.lerp(mixed[rows], prefix, share)
 
 
-def _attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """[rows,H,E], and the logarithm [rows,K,G] of the sum of the exponentials that it was divided by; on a CPU."""
+def _cpu_attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """[rows,H,E], and the logarithm [rows,K,G] of the sum of the exponentials that it was divided by."""
     rows, heads, _, size = keys.shape
     # The queries that share a key-value head are the rows of one product. This is what scaled_dot_product_attention
     # calls on a CPU; that function does not return the second result.
