@@ -178,9 +178,9 @@ class Keeper:
         self._kill_at = min(self._kill_at, time.monotonic() + grace_seconds)
 
     def _signal(self, sign: signal.Signals) -> None:
-        """To the command and its group; what is outside of that is killed at the end."""
-        if self._command is not None and self._code is None:
-            with suppress(ProcessLookupError):
+        """To the command's group; what is outside of that is killed at the end."""
+        if self._command is not None:
+            with suppress(ProcessLookupError):  # all of it has ended
                 os.killpg(self._command.pid, sign)
 
     def _on_signals(self, numbers: bytes) -> None:
@@ -240,6 +240,7 @@ class Keeper:
 
     def _end(self) -> None:
         """Leave nothing behind, then say how the command ended, if there is someone to say it to."""
+        self._signal(signal.SIGKILL)  # also where the kernel does not list descendants
         complete = end_descendants()
         _remove(self._directories)
         if self._refused:
