@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 
 TESTS = Path(__file__).parents[1]
-sys.path.insert(0, str(TESTS / "engine"))  # the conformance suite and its models
+sys.path[:0] = [str(TESTS / "engine"), str(TESTS / "e2e")]  # the conformance suite and its models; real runs
 
 from tiny_models import write_model  # noqa: E402
 from vllm_engines import VllmEngines, vllm_process  # noqa: E402

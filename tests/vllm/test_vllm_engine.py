@@ -175,8 +175,7 @@ async def test_a_slow_reader_learns_the_version_that_drew_each_token(
     await engine.update_weights(old := engines.publish())
     async with asyncio.timeout(60), aclosing(engine.astream(ask(max_new_tokens=600, seed=1))) as chunks:
         read = await anext(chunks)
-        (other,) = await begin(engine, max_new_tokens=20)
-        await other
+        await answer(engine, max_new_tokens=20)
         await engine.update_weights(new := engines.publish())
         async for chunk in chunks:
             read.extend(chunk)
