@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from areal.api.engine_api import WeightUpdate
-from areal.api.errors import ArealError, EngineGone, WeightMismatch
+from areal.api.errors import ArealError, EngineError, EngineGone, WeightMismatch
 from areal.api.messages import ENGINE_ROLE, EngineAddress
 from areal.config.backend import Backend
 from areal.config.rollout import RolloutConfig
@@ -72,6 +72,7 @@ class Engines:
         self._weights: WeightUpdate | None = None
         """What an engine must have before it serves; None = those of its model's files."""
         self._ending: set[asyncio.Task[None]] = set()
+        self._closed = False
         self.state_entered = asyncio.Event()
         """Set when a member enters a state."""
 
@@ -126,6 +127,7 @@ class Engines:
         while self._weights is not None and taken is not self._weights:
             taken = self._weights
             try:
+                await engine.stage_weights(taken)
                 await engine.update_weights(taken)
             except WeightMismatch:
                 if taken is self._weights:  # otherwise their file holds newer ones by now
@@ -139,6 +141,8 @@ class Engines:
         self.group.give_up("the engine is gone")
 
     async def close(self) -> None:
+        """What ends from now on is not a failure, and nobody is told."""
+        self._closed = True
         for task in self._ending:
             task.cancel()
         await asyncio.gather(*self._ending, return_exceptions=True)
@@ -148,7 +152,7 @@ class Engines:
         """A rollout worker cannot reach this engine any more."""
         member = next((each for each in self.members if each.address == address), None)
         if member is not None:
-            self.end(member, EngineGone(f"a rollout worker cannot reach {member.name}"))
+            self.end(member, EngineError("a rollout worker cannot reach it"))
 
     def _suspect(self, name: str, error: BaseException) -> None:
         member = next((each for each in self.members if each.key == name), None)
@@ -157,7 +161,7 @@ class Engines:
 
     def end(self, member: "EngineMember", why: BaseException) -> None:
         """An engine does not do what it should: it gets no more requests, and is ended and replaced."""
-        if member.state is not EngineState.SERVING:
+        if self._closed or member.state is not EngineState.SERVING:
             return
         if not isinstance(why, EngineGone):  # what it died of is said when that is known
             logger.warning("%s is ended: %s", member.name, why)
@@ -184,6 +188,7 @@ class EngineMember:
         self._engines = engines
         self._door = door
         self.placement: Placement | None = None
+        """Of the present process."""
 
     @property
     def key(self) -> str:

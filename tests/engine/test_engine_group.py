@@ -174,6 +174,15 @@ async def test_waiting_calls_fail_when_no_engine_will_join() -> None:
         await soon(waiting)
 
 
+async def test_engines_of_a_run_that_has_failed_still_answer() -> None:
+    group = group_of(Engine())
+    group.give_up("the run has failed")
+    assert (await soon(group.health())).version == 0
+    await soon(group.aclose())
+    with pytest.raises(EngineGone, match="the run has failed"):
+        await soon(group.health())
+
+
 async def test_refused_requests_are_not_sent_to_another_engine() -> None:
     engines = [Engine(), Engine()]
     with pytest.raises(RequestError, match="must lie in"):

@@ -92,7 +92,7 @@ class EngineGroup:
 
     async def until_serving(self) -> None:
         """Wait until there is a member. Raises EngineGone if there will be none."""
-        while not self._members or self._ended is not None:
+        while not self._members:
             if self._ended is not None:
                 raise EngineGone(self._ended)
             self._changed.clear()
@@ -201,8 +201,6 @@ class EngineGroup:
     def _move(self, answer: "_Answer", member: _Member, gone: EngineGone) -> None:
         """The member has ended: the request goes to another."""
         self._lose(member, gone)
-        if self._ended is not None:
-            raise gone
         answer.end_of_engine(gone)
         self.moved += 1
         self.tokens_again += len(answer.asked.input_ids) + len(answer.drawn.tokens)

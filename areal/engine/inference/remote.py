@@ -18,6 +18,8 @@ from areal.infra.rpc.channel import Channel, ChannelClosed, Handler
 
 CONTROL_SECONDS = 60.0
 """How long a control call may take: it is served between two decode steps."""
+STAGE_SECONDS = 600.0
+"""How long weights may take to be fetched and verified; generation goes on meanwhile."""
 GATHER_SECONDS = 0.25
 """How much drawing a call that does not stream may lose if its engine ends."""
 _TOKENS = "tokens"
@@ -60,7 +62,7 @@ class RemoteEngine:
             await asyncio.gather(call, return_exceptions=True)
 
     async def stage_weights(self, update: WeightUpdate) -> None:
-        await self._call("stage_weights", update)
+        await self._call("stage_weights", update, timeout_seconds=STAGE_SECONDS)
 
     async def update_weights(self, update: WeightUpdate) -> None:
         await self._call("update_weights", update)
