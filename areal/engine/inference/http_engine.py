@@ -203,7 +203,8 @@ class HttpEngine(ABC):
 
     async def health(self) -> EngineHealth:
         self._check_alive()
-        await self.server.get("/health")
+        if self.server.process is None:  # otherwise its end would be known
+            await self.server.get("/health")
         running = self._running
         return EngineHealth(
             version=self._version,

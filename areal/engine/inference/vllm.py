@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, aclosing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,9 @@ class VllmEngine(HttpEngine):
     @classmethod
     async def connect(cls, server: HttpServer, directory: Path) -> "VllmEngine":
         """On a server of the model in `directory`, which knows `vllm_worker.py`."""
-        engine = cls(server, load_hf_tokenizer(directory), RequestLimits.of(directory))
+        served = (await server.get("/v1/models"))["data"][0]
+        limits = replace(RequestLimits.of(directory), max_positions=served["max_model_len"])
+        engine = cls(server, load_hf_tokenizer(directory), limits)
         answer = await server.post("/collective_rpc", {"method": "report_whole_distribution"}, LOAD_SECONDS)
         if set(answer["results"]) != {"True"}:
             raise EngineError(
@@ -185,9 +188,8 @@ async def open_vllm(
     temporary files are.
     """
     async with AsyncExitStack() as owned:
-        place = Path(
-            owned.enter_context(tempfile.TemporaryDirectory(prefix="areal-vllm-", dir=scratch))
-        )  # made with mode 0700
+        private = tempfile.TemporaryDirectory(prefix="areal-vllm-", dir=scratch)  # made with mode 0700
+        place = Path(owned.enter_context(private))
         shutil.copy(Path(__file__).with_name("vllm_worker.py"), place / f"{WORKER_MODULE}.py")
         argv = [
             *(python or sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
