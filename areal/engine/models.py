@@ -60,15 +60,21 @@ def _download(model_id: str) -> Path:
         ) from None
 
 
-def open_runner(directory: Path, dtype: str = "float32", device: str = "auto") -> ModelRunner:
-    """The model of a directory, to generate with, computed in `dtype` on `device`."""
+def open_runner(
+    directory: Path, dtype: str = "float32", device: str = "auto", *, with_weights: bool = True
+) -> ModelRunner:
+    """The model of a directory, to generate with, computed in `dtype` on `device`.
+
+    Without weights it is good for nothing until some are published to it.
+    """
     place = find_device(device, "rollout.device")
     architecture = _known(directory)
     if architecture is not None:
         # On a device there is room for one copy of the weights; on a CPU the float32 ones stay, to be hashed.
         held = torch.float32 if place.type == "cpu" else getattr(torch, dtype)
         decoder = Decoder(architecture, torch.zeros(parameter_count(architecture), dtype=held, device=place))
-        load_weights(decoder, directory)
+        if with_weights:
+            load_weights(decoder, directory)
         return DecoderRunner(decoder, dtype=getattr(torch, dtype))
     require(
         dtype == "float32",
@@ -77,7 +83,7 @@ def open_runner(directory: Path, dtype: str = "float32", device: str = "auto") -
     from areal.engine.transformers.model import TransformersModel
     from areal.engine.transformers.runner import TransformersRunner, may_cache
 
-    model = TransformersModel(directory, device=place)
+    model = TransformersModel(directory, device=place, with_weights=with_weights)
     return TransformersRunner(model, caches=may_cache(model))
 
 

@@ -13,6 +13,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
+from pathlib import Path
 
 from areal.api.engine_api import InferenceEngine
 from areal.api.errors import GroupLost
@@ -28,8 +30,9 @@ from areal.api.messages import (
 )
 from areal.engine.inference.group import EngineConnections, EngineGroup
 from areal.infra import workflow_context
-from areal.infra.rpc.channel import Handler
+from areal.infra.rpc.channel import Channel, Handler
 from areal.infra.rpc.connect import connect_to_driver, read_secret
+from areal.infra.rpc.shipping import local_model
 from areal.infra.rpc.wire import api_wire
 from areal.infra.stalls import StallLog, StallWatch
 from areal.infra.workflow_context import WorkflowContext
@@ -48,10 +51,13 @@ async def serve_worker(index: int) -> None:
     """The process's whole life."""
     secret = read_secret()
     worker: RolloutWorker | None = None
+    driver: asyncio.Future[Channel] = asyncio.get_running_loop().create_future()
 
     async def setup(packed: bytes) -> None:
         nonlocal worker
-        worker = await RolloutWorker.start(pickle.loads(packed), secret, on_engine_lost)
+        setup: WorkerSetup = pickle.loads(packed)
+        tokenizer = await local_model(await driver, Path(setup.tokenizer_path))
+        worker = await RolloutWorker.start(replace(setup, tokenizer_path=str(tokenizer)), secret, on_engine_lost)
         gc.collect()
         gc.freeze()
 
@@ -64,8 +70,8 @@ async def serve_worker(index: int) -> None:
         await worker.follow(engines)
 
     def on_engine_lost(address: EngineAddress) -> None:
-        if driver.is_open:
-            driver.notify("engine_lost", address)
+        if driver.result().is_open:
+            driver.result().notify("engine_lost", address)
 
     handlers: dict[str, Handler] = {
         "setup": setup,
@@ -73,8 +79,9 @@ async def serve_worker(index: int) -> None:
         "follow": follow,
         "cpu_seconds": time.process_time,
     }
-    driver = await connect_to_driver(WORKER_ROLE, index, handlers=handlers, wire=api_wire(), secret=secret)
-    await driver.closed
+    connected = await connect_to_driver(WORKER_ROLE, index, handlers=handlers, wire=api_wire(), secret=secret)
+    driver.set_result(connected)
+    await connected.closed
     if worker is not None:
         await worker.aclose()
 

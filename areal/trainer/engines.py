@@ -294,7 +294,6 @@ class _OwnServer:
             "--dtype": rollout.dtype,
             "--device": rollout.device,
             "--index": index,
-            "--sockets": processes.sockets,
         }
         words = [str(word) for option in options.items() for word in option]
         words += [f"--python={rollout.python}", *(f"--engine-arg={each}" for each in rollout.engine_args)]

@@ -22,6 +22,7 @@ from areal.api.messages import WORKER_ROLE, EngineAddress, GroupResult, WorkerSe
 from areal.config.experiment import PPOConfig
 from areal.engine.models import max_positions, vocab_size
 from areal.infra.rpc.channel import ChannelClosed
+from areal.infra.rpc.shipping import Shipper
 from areal.rollout.admission import Admission
 from areal.rollout.loading import WorkflowSpec
 from areal.rollout.pipeline import Filter, Pipeline, Rejections, TaskStream
@@ -62,7 +63,8 @@ class Fleet(Closing):
         self._local: RolloutWorker | None = None
         """The worker that runs inside the driver, if there is one."""
         self._following: set[asyncio.Task[None]] = set()
-        self._processes = Processes(config.scheduler, logs, self.fail)
+        self._shipper = Shipper([model, tokenizer])
+        self._processes = Processes(config.scheduler, logs, self.fail, self._shipper.handlers)
         self._engines: Engines | None = None
         try:
             self._engines = Engines.of(
@@ -125,6 +127,7 @@ class Fleet(Closing):
         """Give the engines new weights, then let admission know."""
 
         async def publish() -> None:
+            self._shipper.published = update
             await self._started_engines.publish(update)
             self._running.publish(update.version, update.digest)
 

@@ -9,8 +9,8 @@ Invariant: when a death ends the run, it fails with what died, not with the brok
 
 import asyncio
 import os
+import secrets
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -24,6 +24,7 @@ from areal.config.training import SchedulerConfig
 from areal.engine.model.published import shared_memory
 from areal.infra.rpc.channel import Channel, ChannelClosed, Handler
 from areal.infra.rpc.connect import ConnectedProcess, DriverListener
+from areal.infra.rpc.shipping import SCRATCH_VARIABLE
 from areal.infra.rpc.wire import api_wire
 from areal.infra.scheduler import Ask, Command, Placement, make_scheduler
 from areal.utils.logging import getLogger
@@ -64,17 +65,21 @@ class ProcessPlace(Protocol):
 class Processes:
     """What fills the places of a run, until `close`."""
 
-    def __init__(self, config: SchedulerConfig, logs: Path, on_failure: Callable[[Exception], None]) -> None:
-        """`on_failure` gets the reason why the run cannot go on, on the event loop."""
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        logs: Path,
+        on_failure: Callable[[Exception], None],
+        handlers: Mapping[str, Handler] | None = None,
+    ) -> None:
+        """`on_failure` gets the reason why the run cannot go on, on the event loop; processes may call `handlers`."""
         self._config = config
-        self._scheduler = make_scheduler(config.type, config.address)
+        self._scheduler = make_scheduler(config)
         self._logs = logs
         self._on_failure = on_failure
-        self._listener = DriverListener(api_wire())
+        self._listener = DriverListener(api_wire(), handlers)
         self.shared_memory = self._scheduler.scratch(shared_memory())
         """A directory for the weights that engines map."""
-        self.sockets = self._scheduler.scratch(Path(tempfile.gettempdir()))
-        """A directory for the sockets of engines."""
         self._asks: dict[str, Ask] = {}
         """By the name of the process."""
         self._budgets: dict[str, RestartBudget] = {}
@@ -104,19 +109,19 @@ class Processes:
         self._asks = {ask.name: ask for ask in asks}
         await self._scheduler.reserve([*set_aside, *asks], self._config.place_seconds)
         await self._listener.open(f"tcp:{self._scheduler.host}:0")
-        placements = await asyncio.gather(*(place.start() for place in places))
-        await asyncio.gather(*(_join(place, each) for place, each in zip(places, placements, strict=True)))
+        placements = await asyncio.gather(*(self._fill(place) for place in places))
         for place, placement in zip(places, placements, strict=True):
             self._keeping.append(asyncio.ensure_future(self._keep(place, placement)))
 
     async def spawn(self, name: str, module: Sequence[str], env: dict[str, str]) -> Placement:
         """Start `python -m …`, which connects to the driver and is then `expect`ed."""
         path = os.pathsep.join(each or os.getcwd() for each in sys.path)
-        env = {"PYTHONPATH": path, **env, **self._listener.env}
+        scratch = shared_memory() / f"areal-{secrets.token_hex(8)}"
+        env = {"PYTHONPATH": path, SCRATCH_VARIABLE: str(scratch), **env, **self._listener.env}
         log = self._logs / f"{name.replace(' ', '-')}.log"
         argv = [sys.executable, "-m", *module]
         ask, secret = self._asks.get(name), self._listener.secret
-        command = Command(name, argv, log, env, self._config.heartbeat_seconds, secret, ask)
+        command = Command(name, argv, log, env, self._config.heartbeat_seconds, secret, ask, (str(scratch),))
         return await self._scheduler.start(command)
 
     async def expect(
@@ -150,6 +155,20 @@ class Processes:
         await asyncio.gather(*self._keeping, return_exceptions=True)
         await self._listener.close()
         await self._scheduler.close()
+
+    async def _fill(self, place: ProcessPlace) -> Placement:
+        """Start a place's first process. One that is killed meanwhile is started again; one that gives up is not."""
+        while True:
+            placement = await place.start()
+            try:
+                await _join(place, placement)
+            except ProcessDied as died:
+                place.leave()
+                if (placement.returncode or 0) >= 0 or not self._budgets[place.role].spend():
+                    raise
+                logger.warning("%s; it is started again", died)
+            else:
+                return placement
 
     async def _keep(self, place: ProcessPlace, placement: Placement) -> None:
         """Fill the place again whenever its process has ended, as often as the budget of its role allows."""

@@ -105,14 +105,15 @@ def test_empty_section_is_the_default_section(tmp_path: Path) -> None:
         ("lr=1e-3", "unknown setting lr; did you mean actor.optimizer.lr?"),
         (
             "scheduler.kind=local",
-            "unknown setting scheduler.kind; known here: address, heartbeat_seconds, max_restarts, place_seconds, threads, type",
+            "unknown setting scheduler.kind; known here: address, heartbeat_seconds, max_restarts, nodes, "
+            "place_seconds, ray_address, slurm_arguments, threads, type",
         ),
         ("=1", "an argument must be --config FILE or KEY=VALUE, got '=1'"),
         ("train", "an argument must be --config FILE or KEY=VALUE, got 'train'"),
         ("--config", "--config needs a file name; write --config FILE.yaml"),
         ("actor=5", "actor is a section with settings of its own, got 5"),
         ("rollout.openai=5", "rollout.agent is a section with settings of its own, got 5"),
-        ("scheduler.type=cloud", "scheduler.type must be one of local; got 'cloud'"),
+        ("scheduler.type=cloud", "scheduler.type must be one of local, slurm, ray; got 'cloud'"),
         ("gconfig.temperature=.inf", "gconfig.temperature must be a finite number, got inf"),
         ("gconfig.temperature=warm", "gconfig.temperature must be a finite number, got 'warm'"),
         ("seed=true", "seed must be a whole number, got True"),

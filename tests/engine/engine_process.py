@@ -8,6 +8,7 @@ from pathlib import Path
 
 from areal.engine.inference.remote import RemoteEngine
 from areal.infra.rpc.connect import ConnectedProcess, DriverListener, connect
+from areal.infra.rpc.shipping import Shipper
 from areal.infra.rpc.wire import api_wire
 from areal.infra.scheduler import Command, LocalScheduler, Placement
 
@@ -31,7 +32,7 @@ class EngineProcess:
 async def engine_process(
     model: Path, log: Path, program: tuple[str, ...] = ("-m", "areal.engine.inference.server")
 ) -> AsyncIterator[EngineProcess]:
-    scheduler, listener = LocalScheduler(), DriverListener(api_wire())
+    scheduler, listener = LocalScheduler(), DriverListener(api_wire(), Shipper([model]).handlers)
     await listener.open()
     try:
         argv = [sys.executable, *program, str(model)]

@@ -12,7 +12,10 @@ import pytest
 from processes import REPORT, SLEEP, STUBBORN, WITH_CHILD, Reports, children_of, is_running, wait_until_gone
 
 from areal.api.errors import ConfigError
+from areal.config.experiment import GRPOConfig
 from areal.config.keys import ADMIN_KEY_VARIABLE, ENGINE_SECRET_VARIABLE
+from areal.config.loader import load_expr_config
+from areal.config.training import SchedulerConfig
 from areal.infra.scheduler import Command, LocalScheduler, make_scheduler
 
 pytestmark = pytest.mark.slow
@@ -200,6 +203,6 @@ async def test_close_stops_everything(tmp_path: Path, reports: Reports) -> None:
 
 
 def test_unknown_scheduler_is_refused_with_the_choices() -> None:
-    assert isinstance(make_scheduler("local"), LocalScheduler)
-    with pytest.raises(ConfigError, match="must be one of local, got 'slrm'"):
-        make_scheduler("slrm")
+    assert make_scheduler(SchedulerConfig()).host == "127.0.0.1"
+    with pytest.raises(ConfigError, match="type must be one of local, slurm, ray; got 'slrm'"):
+        load_expr_config(["scheduler.type=slrm"], GRPOConfig)

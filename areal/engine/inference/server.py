@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from areal.api.engine_api import InferenceEngine
+from areal.api.engine_api import InferenceEngine, WeightUpdate
 from areal.api.messages import ENGINE_ROLE
 from areal.config.backend import KINDS
 from areal.config.errors import ArealError, require
@@ -29,8 +29,9 @@ from areal.config.keys import ENGINE_SECRET_VARIABLE, find_key
 from areal.engine.inference.engine import EmbeddedEngine
 from areal.engine.inference.remote import engine_handlers
 from areal.engine.models import open_runner
-from areal.infra.rpc.channel import Channel
-from areal.infra.rpc.connect import connect_to_driver, read_secret, serve
+from areal.infra.rpc.channel import Channel, Handler
+from areal.infra.rpc.connect import connect, connect_to_driver, driver_address, own_address, read_secret, serve
+from areal.infra.rpc.shipping import is_here, local_model, local_weights, scratch
 from areal.infra.rpc.wire import api_wire
 from areal.utils.hf_utils import load_hf_tokenizer
 
@@ -46,6 +47,8 @@ class EngineOptions:
     device: str = "auto"
     gpus: int = 1
     """That the model is spread over."""
+    with_weights: bool = True
+    """Whether the directory has weights; otherwise they come when they are published."""
     python: str = ""
     """The interpreter that has vLLM or SGLang; empty = this one."""
     arguments: Sequence[str] = ()
@@ -61,13 +64,18 @@ class ServedEngine(InferenceEngine, Protocol):
     """Called when it has."""
 
 
-def load_engine(directory: Path, dtype: str = "float32", device: str = "auto") -> EmbeddedEngine:
+def load_engine(directory: Path) -> EmbeddedEngine:
     """An embedded engine on the weights of a model directory."""
-    return EmbeddedEngine(open_runner(directory, dtype, device), load_hf_tokenizer(directory))
+    return _embedded(EngineOptions(directory))
+
+
+def _embedded(options: EngineOptions) -> EmbeddedEngine:
+    runner = open_runner(options.model, options.dtype, options.device, with_weights=options.with_weights)
+    return EmbeddedEngine(runner, load_hf_tokenizer(options.model))
 
 
 async def _open_embedded(options: EngineOptions) -> ServedEngine:
-    return load_engine(options.model, options.dtype, options.device)
+    return _embedded(options)
 
 
 async def _open_vllm(options: EngineOptions) -> ServedEngine:
@@ -99,23 +107,48 @@ OPENERS: dict[str, Callable[[EngineOptions], Awaitable[ServedEngine]]] = {
 """How an engine of each kind in `areal.config.backend.KINDS` comes about."""
 
 
-async def serve_in_run(engine: ServedEngine, index: int, sockets: str | None) -> None:
-    """Serve the workers of a run until the driver hangs up. Without a directory for its socket it makes one."""
+async def serve_in_run(engine: ServedEngine, index: int, secret: bytes) -> None:
+    """Serve the workers of a run until the driver hangs up: on a Unix socket if all of them are on this host."""
     ended = _ended(engine)
-    secret = read_secret()
     with ExitStack() as stack:
-        place = sockets or stack.enter_context(tempfile.TemporaryDirectory(prefix="areal-"))
-        address = f"unix:{place}/engine-{index}-{os.getpid()}"  # nothing that is meant for this process reaches another
+        host = own_address()
+        place = scratch() or stack.enter_context(tempfile.TemporaryDirectory(prefix="areal-"))
+        address = f"unix:{place}/engine-{index}" if host is None else f"tcp:{host}:0"
         endpoint = await serve(
             address, lambda channel: _add_handlers(engine, channel), wire=api_wire(), peer="a worker", secret=secret
         )
-        handlers = engine_handlers(engine) | {"cpu_seconds": time.process_time}
+        weights = _WeightsFromDriver(engine)
+        handlers = engine_handlers(engine) | weights.handlers | {"cpu_seconds": time.process_time}
         info = {"address": endpoint.address}
         driver = await connect_to_driver(ENGINE_ROLE, index, info, handlers, wire=api_wire(), secret=secret)
+        weights.driver.set_result(driver)
         driver.closed.add_done_callback(lambda _: ended.set())
         await ended.wait()
         await endpoint.close()
         await engine.aclose()
+
+
+class _WeightsFromDriver:
+    """Published weights are fetched to this host, if they are not there, before the engine takes them."""
+
+    def __init__(self, engine: ServedEngine) -> None:
+        self.driver: asyncio.Future[Channel] = asyncio.get_running_loop().create_future()
+        """Set once it is connected; its first call may come before that."""
+        self.handlers: dict[str, Handler] = {"stage_weights": self._stage, "update_weights": self._update}
+        self._engine = engine
+        self._staged: tuple[WeightUpdate, WeightUpdate] | None = None
+        """What was published, and the same on this host."""
+
+    async def _stage(self, update: WeightUpdate) -> None:
+        here = await local_weights(await self.driver, update)
+        await self._engine.stage_weights(here)
+        self._staged = (update, here)
+
+    async def _update(self, update: WeightUpdate) -> None:
+        if self._staged is None or self._staged[0] != update:
+            await self._stage(update)
+        assert self._staged is not None
+        await self._engine.update_weights(self._staged[1])
 
 
 async def serve_by_hand(engine: ServedEngine, address: str, secret: bytes) -> None:
@@ -153,7 +186,6 @@ async def main(words: list[str] | None = None) -> str | None:
     parser.add_argument("--python", default="", help="the interpreter that has vLLM or SGLang; left out = this one")
     parser.add_argument("--engine-arg", action="append", default=[], help="a further one of vLLM's or SGLang's server")
     parser.add_argument("--index", type=int, default=0, help="which engine of its run it is")
-    parser.add_argument("--sockets", help="a directory for the socket; left out = one of its own")
     parser.add_argument("--listen", help="serve at unix:PATH or tcp:HOST:PORT, without a driver")
     parser.add_argument("--secret-file", help=f"for --listen; left out = the secret is in {ENGINE_SECRET_VARIABLE}")
     given = parser.parse_args(words)
@@ -166,21 +198,36 @@ async def main(words: list[str] | None = None) -> str | None:
             f"{given.listen} can be reached by others and needs a secret; put one into {ENGINE_SECRET_VARIABLE} or "
             "--secret-file, there and in the run",
         )
+    else:
+        secret = read_secret()
+    model = given.model if given.listen is not None else await _model_of_run(given.model, secret)
     options = EngineOptions(
-        given.model,
+        model,
         given.dtype,
         given.device,
         given.gpus,
+        with_weights=model == given.model,
         python=given.python,
         arguments=given.engine_arg,
-        scratch=None if given.sockets is None else Path(given.sockets),
+        scratch=scratch(),
     )
     engine = await OPENERS[given.backend](options)
     if given.listen is not None:
         await serve_by_hand(engine, given.listen, secret)
     else:
-        await serve_in_run(engine, given.index, given.sockets)
+        await serve_in_run(engine, given.index, secret)
     return engine.failure
+
+
+async def _model_of_run(directory: Path, secret: bytes) -> Path:
+    """The model's directory; on a host that does not have it, a copy of its files without the weights."""
+    if is_here(directory):
+        return directory
+    driver = await connect(driver_address(), wire=api_wire(), peer="the driver", secret=secret)
+    try:
+        return await local_model(driver, directory)
+    finally:
+        await driver.close()
 
 
 if __name__ == "__main__":

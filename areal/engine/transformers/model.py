@@ -31,10 +31,15 @@ _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_
 
 
 class TransformersModel:
-    def __init__(self, directory: Path, *, trainable: bool = False, device: torch.device = CPU) -> None:
-        """Read a Hugging Face directory to `device`; gradients of a trainable model accumulate in `flat_grad`."""
+    def __init__(
+        self, directory: Path, *, trainable: bool = False, device: torch.device = CPU, with_weights: bool = True
+    ) -> None:
+        """Read a Hugging Face directory to `device`; gradients of a trainable model accumulate in `flat_grad`.
+
+        Without weights it has random ones, until some are published to it.
+        """
         self.directory = directory
-        self.module = _load(directory)
+        self.module = _load(directory, with_weights)
         config = self.module.config
         text = config.get_text_config()
         self.vocab_size: int = text.vocab_size
@@ -144,10 +149,13 @@ class TransformersModel:
         return [name for name in names if name in self._parameters]
 
 
-def _load(directory: Path) -> Any:
+def _load(directory: Path, with_weights: bool = True) -> Any:
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    loader = AutoModelForImageTextToText if _takes_images(read_config(directory)) else AutoModelForCausalLM
+    config = read_config(directory)
+    loader = AutoModelForImageTextToText if _takes_images(config) else AutoModelForCausalLM
+    if not with_weights:
+        return loader.from_config(config, dtype=torch.float32).eval()
     try:
         with no_progress_bars():
             module, info = loader.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)

@@ -11,6 +11,7 @@ agents that the process starts. A process whose channel to the driver closes has
 import asyncio
 import os
 import secrets
+import socket
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from areal.infra.rpc.sockets import dial, handshake_as_caller, handshake_as_list
 from areal.infra.rpc.wire import Wire
 from areal.infra.scheduler.base import Placement
 from areal.utils.logging import getLogger
+from areal.utils.net import is_loopback
 
 ADDRESS_VARIABLE = "AREAL_DRIVER_ADDRESS"
 STANDARD_INPUT = 0
@@ -125,8 +127,10 @@ class DriverListener:
     A process's `hello` is answered once `expect` has been called for it, so none of its calls meets missing handlers.
     """
 
-    def __init__(self, wire: Wire) -> None:
+    def __init__(self, wire: Wire, handlers: Mapping[str, Handler] | None = None) -> None:
+        """`handlers`: what any process of the run may call, also before its `hello`."""
         self._wire = wire
+        self._handlers = dict(handlers or {})
         self.secret = secrets.token_hex(32).encode()
         """What a process needs on its standard input to connect."""
         self._listener: Listener | None = None
@@ -135,6 +139,7 @@ class DriverListener:
 
     async def open(self, address: str = "tcp:127.0.0.1:0") -> None:
         def on_channel(channel: Channel) -> None:
+            channel.handlers.update(self._handlers)
             channel.handlers["hello"] = partial(self._hello, channel)
 
         self._listener = await serve(
@@ -211,15 +216,29 @@ async def connect_to_driver(
     `secret`: what `read_secret` gave, for a process that needs it itself; None = it is read here.
     """
     start_beating()
-    address = os.environ.get(ADDRESS_VARIABLE)
     secret = read_secret() if secret is None else secret
-    if address is None or not secret:
+    if not secret:
         raise ArealError(
             f"{role} {index} must be started by a driver, which sets {ADDRESS_VARIABLE} and sends its secret"
         )
-    channel = await connect(address, wire=wire, peer="the driver", handlers=handlers, secret=secret)
+    channel = await connect(driver_address(), wire=wire, peer="the driver", handlers=handlers, secret=secret)
     await channel.call("hello", role, index, info or {}, timeout_seconds=timeout_seconds)
     return channel
+
+
+def driver_address() -> str:
+    """Where a process of a run reaches the driver."""
+    return os.environ[ADDRESS_VARIABLE]
+
+
+def own_address() -> str | None:
+    """The address of this host at which others of the run reach it; None = all of them are on one host."""
+    host = driver_address().removeprefix("tcp:").rpartition(":")[0]
+    if is_loopback(host):
+        return None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # nothing is sent
+        probe.connect((host, 9))
+        return str(probe.getsockname()[0])
 
 
 def read_secret() -> bytes:

@@ -2,18 +2,22 @@
 
 from collections.abc import Callable
 
-from areal.config.errors import ConfigError
-from areal.infra.scheduler.base import Ask, Command, Placement
-from areal.infra.scheduler.local import LocalScheduler
+from areal.config.training import SchedulerConfig
+from areal.infra.scheduler.base import Ask, Command, Launcher, Placement
+from areal.infra.scheduler.local import LocalLauncher, LocalScheduler
+from areal.infra.scheduler.ray import RayLauncher
 from areal.infra.scheduler.scheduler import Scheduler
+from areal.infra.scheduler.slurm import SlurmLauncher
 
-__all__ = ["SCHEDULERS", "Ask", "Command", "LocalScheduler", "Placement", "Scheduler", "make_scheduler"]
+__all__ = ["LAUNCHERS", "Ask", "Command", "LocalScheduler", "Placement", "Scheduler", "make_scheduler"]
 
-SCHEDULERS: dict[str, Callable[[str | None], Scheduler]] = {"local": LocalScheduler}
-"""By `scheduler.type`; each takes `scheduler.address`."""
+LAUNCHERS: dict[str, Callable[[SchedulerConfig], Launcher]] = {
+    "local": lambda config: LocalLauncher(),
+    "slurm": lambda config: SlurmLauncher(config.nodes, config.slurm_arguments),
+    "ray": lambda config: RayLauncher(config.ray_address),
+}
+"""By `scheduler.type`."""
 
 
-def make_scheduler(name: str, address: str | None = None) -> Scheduler:
-    if name not in SCHEDULERS:
-        raise ConfigError(f"scheduler.type must be one of {', '.join(SCHEDULERS)}, got {name!r}")
-    return SCHEDULERS[name](address)
+def make_scheduler(config: SchedulerConfig) -> Scheduler:
+    return Scheduler(LAUNCHERS[config.type](config), config.address)
