@@ -11,7 +11,6 @@ agents that the process starts. A process whose channel to the driver closes has
 import asyncio
 import os
 import secrets
-import socket
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -22,7 +21,7 @@ from areal.api.errors import ArealError, ProcessDied
 from areal.infra.heartbeat import start_beating
 from areal.infra.rpc.channel import Channel, ChannelClosed, Handler
 from areal.infra.rpc.frames import MAX_FRAME_BYTES, HandshakeRefused
-from areal.infra.rpc.sockets import dial, handshake_as_caller, handshake_as_listener, listen, unix_path
+from areal.infra.rpc.sockets import address_towards, dial, handshake_as_caller, handshake_as_listener, listen, unix_path
 from areal.infra.rpc.wire import Wire
 from areal.infra.scheduler.base import Placement
 from areal.utils.logging import getLogger
@@ -234,11 +233,7 @@ def driver_address() -> str:
 def own_address() -> str | None:
     """The address of this host at which others of the run reach it; None = all of them are on one host."""
     host = driver_address().removeprefix("tcp:").rpartition(":")[0]
-    if is_loopback(host):
-        return None
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # nothing is sent
-        probe.connect((host, 9))
-        return str(probe.getsockname()[0])
+    return None if is_loopback(host) else address_towards(host)
 
 
 def read_secret() -> bytes:

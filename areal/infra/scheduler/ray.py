@@ -140,7 +140,7 @@ class RayKeeper:
             said: str = await _future(running)
         except Exception as error:
             first = str(error).strip().splitlines()[0]
-            return f"its Ray actor ended: {type(error).__name__}: {first}"
+            return f"was lost with its Ray actor: {type(error).__name__}: {first}"
         return said
 
 
@@ -157,7 +157,7 @@ class KeeperHost:
         own = {name: os.environ[name] for name in GPU_VARIABLES if name in os.environ}
         with self._lock:
             if self._unwanted:
-                return "it was killed before it started"
+                return "was killed before it started"
             self._keeper = subprocess.Popen(
                 [sys.executable, *argv[1:]],  # this node's interpreter, which may be elsewhere than the driver's
                 stdin=subprocess.PIPE,
@@ -169,7 +169,7 @@ class KeeperHost:
         printed, _ = self._keeper.communicate(stdin)
         tail = "; ".join(line for line in printed.decode(errors="replace").splitlines() if line.strip())
         said = f": {tail[-TAIL_CHARACTERS:]}" if tail else ""
-        return f"its keeper on {os.uname().nodename} ended with code {self._keeper.returncode}{said}"
+        return f"ended with code {self._keeper.returncode} on {os.uname().nodename}{said}"
 
     def kill(self) -> None:
         """Its descendants too: a keeper that is killed cannot end them."""

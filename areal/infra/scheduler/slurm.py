@@ -12,12 +12,12 @@ import itertools
 import os
 import re
 import secrets
-import socket
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from areal.api.errors import PlacementRefused
+from areal.infra.rpc.sockets import address_towards
 from areal.infra.scheduler.base import Ask, KeeperStart, child_environment
 
 JOB_VARIABLE = "SLURM_JOB_ID"
@@ -72,7 +72,7 @@ class SlurmLauncher:
         if not self._job:
             await self._allocate(asks, timeout_seconds)
         nodes = await self._nodes()
-        self._host = _route_to(await self._address_of(nodes[0].name))
+        self._host = address_towards(await self._address_of(nodes[0].name))
         places, free = pack(asks, nodes)
         self._placed |= {name: (node, ask) for (name, node), ask in zip(places, asks, strict=True)}
         self._free = free
@@ -193,7 +193,7 @@ class SlurmStep:
             tail = (tail + chunk.decode(errors="replace"))[-TAIL_CHARACTERS:]
         code = await self._process.wait()
         said = "; ".join(line.strip() for line in tail.splitlines() if line.strip())
-        return f"its step on {self._node} ended with code {code}" + (f": {said}" if said else "")
+        return f"ended with code {code} on {self._node}" + (f": {said}" if said else "")
 
 
 def allocation_options(asks: Sequence[Ask], nodes: int) -> list[str]:
@@ -317,13 +317,3 @@ def _count_ids(ranges: str) -> int:
     """How many numbers `0-3,8` names."""
     ends = [part.partition("-") for part in ranges.split(",")]
     return sum(int(last or first) - int(first) + 1 for first, _, last in ends)
-
-
-def _route_to(address: str) -> str:
-    """The address of this machine from which packets to `address` leave. Nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((address, 9))
-        except OSError as error:
-            raise PlacementRefused(f"no route to the node at {address}: {error}; set scheduler.address") from None
-        return str(probe.getsockname()[0])
