@@ -52,10 +52,11 @@ async def vllm_process(model: Path, place: Path) -> AsyncIterator[VllmProcess]:
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "areal.engine.inference.server", str(model), "--backend", "vllm"),
         *("--python", str(PYTHON), "--engine-arg=--enforce-eager"),
-        *("--sockets", str(place), "--listen", f"unix:{place}/engine"),
+        *("--listen", f"unix:{place}/engine"),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},  # it shares the machine with the tests
+        # It shares the machine with the tests, and leaves nothing elsewhere.
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(place)},
     )
     started = VllmProcess(process, place, [])
     serves = asyncio.Event()

@@ -203,8 +203,7 @@ class HttpEngine(ABC):
 
     async def health(self) -> EngineHealth:
         self._check_alive()
-        if self.server.process is None:  # otherwise its end would be known
-            await self.server.get("/health")
+        await self.server.get("/health")
         running = self._running
         return EngineHealth(
             version=self._version,
