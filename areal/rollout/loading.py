@@ -8,8 +8,12 @@ called is refused with the reason.
 import difflib
 import importlib
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -35,10 +39,16 @@ class WorkflowSpec:
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Of its constructor."""
 
-    def pack(self) -> bytes:
-        """Bytes that a worker with the same import path can unpack; objects of `__main__` travel by value."""
+    def pack(self, *, by_value: bool = False) -> bytes:
+        """Bytes that a worker with the same import path can unpack; objects of `__main__` travel by value.
+
+        `by_value`: so does a module of the user's own, which other hosts may not have; installed packages never do.
+        """
+        target = import_object(self.target, "workflow") if by_value and isinstance(self.target, str) else self.target
+        module = _own_module(target) if by_value else None
         try:
-            packed: bytes = cloudpickle.dumps(self)
+            with _travelling(module):
+                packed: bytes = cloudpickle.dumps(self if module is None else replace(self, target=target))
         except Exception as error:  # whatever a user's __reduce__ raises
             raise WorkflowError(
                 f"{name_of(self.target)} cannot be sent to a rollout worker: {type(error).__name__}: {error}; pass its "
@@ -55,6 +65,30 @@ class WorkflowSpec:
                 f"the workflow cannot be read in a rollout worker: {type(error).__name__}: {error}"
             ) from error
         return spec
+
+
+def _own_module(target: Any) -> ModuleType | None:
+    """The module or package that a workflow is defined in, if it is the user's own and not installed."""
+    name = getattr(target, "__module__", None) or type(target).__module__
+    module = sys.modules.get(name.partition(".")[0])
+    file = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), None)
+    if module is None or file is None or module.__name__ in ("__main__", "areal", "realhf"):
+        return None
+    installed = {sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
+    return None if any(Path(file).is_relative_to(path) for path in installed) else module
+
+
+@contextmanager
+def _travelling(module: ModuleType | None) -> Iterator[None]:
+    """Objects of this module are packed by value meanwhile."""
+    if module is None or module.__name__ in cloudpickle.list_registry_pickle_by_value():
+        yield
+        return
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        cloudpickle.unregister_pickle_by_value(module)
 
 
 @dataclass(frozen=True)

@@ -251,6 +251,14 @@ class EngineMember:
             self._engines.end(self, EngineGone(f"{self.name} hung up"))
 
 
+def engine_asks(rollout: RolloutConfig) -> list[Ask]:
+    """What each server that the run starts needs of its host."""
+    backend = Backend.parse(rollout.backend)
+    gpus = backend.gpus_each if rollout.gpus is None and backend.gpus_each > 1 else rollout.gpus
+    names = [ENGINE_ROLE] if backend.servers == 1 else [f"{ENGINE_ROLE} {index}" for index in range(backend.servers)]
+    return [ask(name, rollout, gpus) for name in names]
+
+
 class EngineDoor(Protocol):
     """How an engine comes about."""
 
@@ -281,9 +289,8 @@ class _OwnServer:
         processes: Processes,
         env: dict[str, str],
     ) -> None:
-        self.name = ENGINE_ROLE if backend.servers == 1 else f"{ENGINE_ROLE} {index}"
-        gpus = backend.gpus_each if rollout.gpus is None and backend.gpus_each > 1 else rollout.gpus
-        self.ask: Ask | None = ask(self.name, rollout, gpus)
+        self.ask: Ask | None = engine_asks(rollout)[index]
+        self.name = self.ask.name
         self._index = index
         self._processes = processes
         self._env = env

@@ -23,12 +23,13 @@ from areal.config.experiment import PPOConfig
 from areal.engine.models import max_positions, vocab_size
 from areal.infra.rpc.channel import ChannelClosed
 from areal.infra.rpc.shipping import Shipper
+from areal.infra.scheduler import Ask
 from areal.rollout.admission import Admission
 from areal.rollout.loading import WorkflowSpec
 from areal.rollout.pipeline import Filter, Pipeline, Rejections, TaskStream
-from areal.trainer.engines import Engines
+from areal.trainer.engines import Engines, engine_asks
 from areal.trainer.processes import CAUSE_SECONDS, Processes, ask
-from areal.trainer.workers import RemoteWorker
+from areal.trainer.workers import RemoteWorker, worker_ask
 from areal.utils.closing import Closing
 
 if TYPE_CHECKING:
@@ -39,6 +40,18 @@ T = TypeVar("T")
 GROUP_GRACE_SECONDS = 60.0
 """Beyond an episode's own deadline: until then a worker may be busy, after that it is stuck."""
 CLOSE_SECONDS = 10.0
+
+
+def trainer_ask(config: PPOConfig) -> Ask:
+    """What the trainer needs, which runs in the driver."""
+    return replace(ask("trainer", config.actor, config.actor.gpus), with_driver=True)
+
+
+def all_asks(config: PPOConfig) -> list[Ask]:
+    """What the processes of a run need of their hosts."""
+    engines = [] if config.rollout.addresses else engine_asks(config.rollout)
+    workers = 0 if config.rollout.in_process else config.rollout.num_workers
+    return [trainer_ask(config), *engines, *(worker_ask(index) for index in range(workers))]
 
 
 class Fleet(Closing):
@@ -70,11 +83,12 @@ class Fleet(Closing):
             self._engines = Engines.of(
                 config.rollout, model, self._processes, self._tell_workers, threads=engine_threads
             )
+            elsewhere = config.scheduler.type != "local"
             setup = WorkerSetup(
                 rollout=config.rollout,
                 gconfig=config.gconfig,
-                workflow=workflow.pack(),
-                eval_workflow=eval_workflow.pack(),
+                workflow=workflow.pack(by_value=elsewhere),
+                eval_workflow=eval_workflow.pack(by_value=elsewhere),
                 engines=[],
                 tokenizer_path=str(tokenizer),
                 max_positions=max_positions(model),
@@ -189,8 +203,7 @@ class Fleet(Closing):
             ]
         # The clients of online sessions could not find a new worker at another port.
         never_again = [WORKER_ROLE] if rollout.agent.mode == "online" and setup.proxy.port == 0 else []
-        trainer = ask("trainer", self._config.actor, self._config.actor.gpus)
-        await self._processes.start([*engines.members, *self._workers], never_again, [trainer])
+        await self._processes.start([*engines.members, *self._workers], never_again, [trainer_ask(self._config)])
         if rollout.in_process:
             from areal.rollout.worker import RolloutWorker  # else it runs in processes of its own
 

@@ -17,6 +17,10 @@ SETUP_SECONDS = 300.0
 """A workflow's constructor may load a lot."""
 
 
+def worker_ask(index: int) -> Ask:
+    return Ask(f"{WORKER_ROLE} {index}")
+
+
 class RemoteWorker(GroupWorker):
     """A rollout worker in another process, and in the one that replaces it; a `ProcessPlace` of the run."""
 
@@ -24,7 +28,7 @@ class RemoteWorker(GroupWorker):
 
     def __init__(self, index: int, setup: WorkerSetup, engines: Engines, processes: Processes) -> None:
         self._index = index
-        self.ask: Ask | None = Ask(self._name)
+        self.ask: Ask | None = worker_ask(index)
         self._setup = setup
         self._engines = engines
         self._processes = processes

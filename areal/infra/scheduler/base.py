@@ -28,6 +28,8 @@ class Ask:
     """So many for itself alone; None = not stated: it sees what its host shows it."""
     memory_mib: int = 0
     """0 = not stated."""
+    with_driver: bool = False
+    """It is for what runs in the driver itself, so it must be on the driver's host if that has places to give."""
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,8 @@ class RayLauncher:
         self._ray = ray
 
     def _reserve(self, asks: Sequence[Ask], timeout_seconds: float) -> None:
-        bundles = [_resources(ask) for ask in asks]
+        here = {f"node:{self.host}": UNSTATED_CPUS}
+        bundles = [_resources(ask) | (here if ask.with_driver else {}) for ask in asks]
         group = self._ray.util.placement_group(bundles, strategy="PACK")
         if not group.wait(timeout_seconds):
             self._ray.util.remove_placement_group(group)

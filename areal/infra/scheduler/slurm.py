@@ -73,9 +73,10 @@ class SlurmLauncher:
             await self._allocate(asks, timeout_seconds)
         nodes = await self._nodes()
         self._host = address_towards(await self._address_of(nodes[0].name))
-        places, free = pack(asks, nodes)
-        self._placed |= {name: (node, ask) for (name, node), ask in zip(places, asks, strict=True)}
-        self._free = free
+        self._free = _without_driver(asks, nodes)
+        others = [ask for ask in asks if not ask.with_driver]
+        places, self._free = pack(others, self._free)
+        self._placed |= {name: (node, ask) for (name, node), ask in zip(places, others, strict=True)}
 
     async def launch(self, ask: Ask, keeper: KeeperStart) -> "SlurmStep":
         if not self._free:
@@ -113,6 +114,7 @@ class SlurmLauncher:
             await holder.wait()
 
     async def _allocate(self, asks: Sequence[Ask], timeout_seconds: float) -> None:
+        asks = [ask for ask in asks if not ask.with_driver]  # this host is none of Slurm's, or the run had a job
         argv = ["salloc", *allocation_options(asks, self._count), *self._arguments]
         argv += ["sh", "-c", f"echo ${JOB_VARIABLE}; exec cat"]
         try:
@@ -232,6 +234,20 @@ def pack(asks: Sequence[Ask], nodes: Sequence[Node]) -> tuple[list[tuple[str, No
                 f"the Slurm allocation has no place for {_said(ask)}; free are {rest}; ask for more, or for less each"
             )
     return [(asks[number].name, nodes[chosen[number]]) for number in range(len(asks))], free
+
+
+def _without_driver(asks: Sequence[Ask], nodes: Sequence[Node]) -> list[Node]:
+    """What the nodes have besides what the driver itself needs, if it is on one of them."""
+    free = list(nodes)
+    here = os.uname().nodename.partition(".")[0]
+    index = next((index for index, node in enumerate(free) if node.name == here), None)
+    for ask in asks:
+        if ask.with_driver and index is not None:
+            left = free[index].without(ask)
+            if left is None:
+                raise PlacementRefused(f"the driver's node must have room for {_said(ask)}; free are {free[index]}")
+            free[index] = left
+    return free
 
 
 def _size(ask: Ask) -> tuple[int, int, int]:

@@ -1,0 +1,205 @@
+"""A run over two hosts of a real Slurm cluster that share neither loopback, shared memory nor /tmp."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster import Hosts, SlurmCluster, until
+
+import areal
+
+CONFIG = Path(areal.__file__).parents[1] / "examples/agent_workflow/config.yaml"
+SMALL = (
+    "experiment_name=sort",
+    "trial_name=one",
+    "gconfig.n_samples=4",
+    "train_dataset.batch_size=4",
+    "valid_dataset.size=16",
+    "evaluator.freq_steps=null",
+    "saver.freq_steps=null",
+    "scheduler.type=slurm",
+    "scheduler.nodes=2",
+)
+RUN_SECONDS = 120
+AGENT = """
+from areal.workflow.openai.math_agent import MathAgent
+
+class OwnAgent(MathAgent):
+    '''In a module that no other host has.'''
+"""
+
+
+@pytest.fixture
+def model(tiny_math: Path, tmp_path: Path) -> Path:
+    """The built-in model in a directory that the hosts do not see."""
+    return Path(shutil.copytree(tiny_math, tmp_path / "model"))
+
+
+class Driver:
+    """A driver on the login node: a script that asks Slurm for an allocation by itself."""
+
+    def __init__(self, cluster: SlurmCluster, directory: Path, *settings: str) -> None:
+        script = (
+            "import sys; from areal import PPOTrainer; from areal.api.cli_args import GRPOConfig, load_expr_config\n"
+            "config, _ = load_expr_config(sys.argv[1:], GRPOConfig)\n"
+            "with PPOTrainer(config) as trainer: trainer.train(workflow=config.workflow)\n"
+        )
+        self.run_dir = directory / "runs/sort/one"
+        self._log = directory / "driver.log"
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", script, "--config", str(CONFIG), *SMALL, *settings],
+                cwd=directory,
+                env={**os.environ, **cluster.env, "PYTHONPATH": str(directory)},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+
+    @property
+    def text(self) -> str:
+        return self._log.read_text()
+
+    def wait(self) -> int:
+        return self.process.wait(RUN_SECONDS)
+
+    def steps(self) -> list[dict[str, Any]]:
+        metrics = self.run_dir / "metrics.jsonl"
+        rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+        return [row for row in rows if "loss" in row]
+
+    def rollouts(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.run_dir / "rollouts.jsonl").read_text().splitlines()]
+
+
+def test_an_agent_trains_across_two_hosts_that_have_neither_the_model_nor_its_module(
+    cluster: SlurmCluster, hosts: Hosts, model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "own_agents.py").write_text(AGENT)
+    driver = Driver(
+        cluster,
+        tmp_path,
+        f"actor.path={model}",
+        "workflow=own_agents.OwnAgent",
+        "total_train_steps=5",
+        "actor.kl_ctl=1e-4",
+        f"ref.path={model}",
+        "rollout.backend=embedded:d2",
+    )
+    assert driver.wait() == 0, driver.text
+    steps = driver.steps()
+    assert [row["step"] for row in steps] == [1, 2, 3, 4, 5]
+    rollouts = driver.rollouts()
+    assert len(rollouts) == 5 * 4 * 4
+    assert {row["reward"] for row in rollouts} == {0.0, 1.0}
+    summary = json.loads((driver.run_dir / "summary.json").read_text())
+    assert 0 < summary["max_logprob_difference"] < 1e-4, "the trainer computes what the engines on other hosts sampled"
+    assert max(row["version_max"] for row in rollouts) > 0, "new weights reached the engines"
+    until(lambda: not _of_the_run(hosts), 5, "hosts without processes of the run")
+
+
+def test_a_killed_worker_on_another_host_costs_no_group(
+    cluster: SlurmCluster, hosts: Hosts, model: Path, tmp_path: Path
+) -> None:
+    driver = Driver(cluster, tmp_path, f"actor.path={model}", "total_train_steps=12", "rollout.num_workers=2")
+    until(lambda: len(driver.steps()) >= 2, RUN_SECONDS, "second step")
+    victims = [pid for pid in _of_the_run(hosts) if "areal.rollout.worker" in _command(pid)]
+    assert len(victims) == 2, driver.text
+    os.kill(victims[0], signal.SIGKILL)
+    assert driver.wait() == 0, driver.text
+    assert "was killed by signal 9" in driver.text
+    assert [row["step"] for row in driver.steps()] == list(range(1, 13))
+    tasks = [row["task_id"] for row in driver.rollouts()]
+    assert len(tasks) == 12 * 4 * 4
+    assert all(tasks.count(task) == 4 for task in set(tasks)), "each group is trained once"
+
+
+def test_kill_9_of_the_driver_leaves_nothing_anywhere(
+    cluster: SlurmCluster, hosts: Hosts, model: Path, tmp_path: Path
+) -> None:
+    driver = Driver(cluster, tmp_path, f"actor.path={model}", "total_train_steps=500")
+    until(lambda: len(driver.steps()) >= 2, RUN_SECONDS, "second step")
+    assert _of_the_run(hosts)
+    driver.process.send_signal(signal.SIGKILL)
+    driver.process.wait(10)
+    began = time.monotonic()
+    until(lambda: not _of_the_run(hosts), 10, "hosts without processes of the run")
+    took = time.monotonic() - began
+    assert took < 3, f"it took {took:.1f} s"
+    until(lambda: not cluster.run("squeue", "-h").strip(), 5, "empty queue")
+
+
+def test_a_pulled_cable_is_noticed_and_the_run_goes_on(
+    cluster: SlurmCluster, hosts: Hosts, model: Path, tmp_path: Path
+) -> None:
+    driver = Driver(
+        cluster,
+        tmp_path,
+        f"actor.path={model}",
+        "total_train_steps=500",
+        "rollout.backend=embedded:d2",
+        "rollout.num_workers=2",
+    )
+    until(lambda: len(driver.steps()) >= 2, RUN_SECONDS, "second step")
+    try:
+        hosts.pull_cable("h2")
+        began = time.monotonic()
+        until(lambda: "was lost with its keeper" in driver.text, 30, "a line that says which process was lost")
+        assert time.monotonic() - began < 15, "noticed within ten seconds, and written down"
+    finally:
+        hosts.plug_cable("h2")
+        driver.process.terminate()
+        driver.process.wait(60)
+    until(lambda: not _of_the_run(hosts), 30, "hosts without processes of the run")
+
+
+def test_an_impossible_placement_ends_the_run_with_its_reason(
+    cluster: SlurmCluster, model: Path, tmp_path: Path
+) -> None:
+    driver = Driver(cluster, tmp_path, f"actor.path={model}", "rollout.gpus=8", "scheduler.place_seconds=5")
+    assert driver.wait() != 0
+    assert "Slurm gave no place for engine (8 gpus)" in driver.text
+    assert "h1 idle" in driver.text
+
+
+def test_areal_train_submits_itself_and_follows_the_log(cluster: SlurmCluster, tiny_math: Path) -> None:
+    shared = cluster.config.parent / "submitted"
+    model = shutil.copytree(tiny_math, cluster.config.parent / "model")
+    argv = [
+        "train",
+        "--config",
+        str(CONFIG),
+        *SMALL,
+        f"actor.path={model}",
+        f"output_dir={shared}",
+        "total_train_steps=5",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "areal.cli.main", *argv],
+        env={**os.environ, **cluster.env},
+        capture_output=True,
+        text=True,
+        timeout=RUN_SECONDS,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "submitted as Slurm job" in done.stdout
+    assert "step 5/5" in done.stdout
+    assert (shared / "sort/one/summary.json").exists()
+
+
+def _of_the_run(hosts: Hosts) -> set[int]:
+    """The processes of runs on all hosts."""
+    return {pid for name in hosts.names for pid in hosts.processes(name) if "python" in _command(pid)}
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:
+        return ""
