@@ -12,6 +12,12 @@ from typing import Any
 
 import pytest
 
+if "hypothesis" in sys.modules:  # its plugin; not every environment has it
+    from hypothesis import settings
+
+    settings.register_profile("areal", deadline=None)  # machines are noisy: no test depends on how long it takes
+    settings.load_profile("areal")
+
 TESTS = Path(__file__).parent
 SLOW_DIRECTORIES = {"benchmarks", "e2e", "frameworks", "guides"}
 MODEL_FIXTURES = {"tiny_math"}

@@ -30,10 +30,10 @@ SMALL = (
 COMPARED = ("actor.kl_ctl=0.001", "ref.path=builtin:tiny-math")
 """Settings with which engine and trainer are sure to be compared: a divergence counts for every token, an advantage
 only for those of groups whose rewards differ."""
-START_SECONDS = 120.0
+START_SECONDS = 200.0
 """Three interpreters load torch, possibly on one busy core."""
-END_SECONDS = 10.0
-"""Within this time a run has ended after one of its processes was killed."""
+END_SECONDS = 40.0
+"""Within this time a run has ended after one of its processes was killed, also on a busy machine."""
 
 
 class Run:

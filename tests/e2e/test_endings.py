@@ -9,6 +9,7 @@ import pytest
 from real_runs import CONFIG, END_SECONDS, Start, Witness, rows_of, summary_of
 
 from areal.cli.main import main
+from areal.infra.rpc.shipping import SCRATCH_VARIABLE
 
 PROCESSES = pytest.mark.parametrize(
     ("module", "name"), [("areal.engine.inference.server", "engine"), ("areal.rollout.worker", "rollout worker 0")]
@@ -129,26 +130,29 @@ def test_sigterm_saves_and_leaves_no_process(example: Start, run_dir: Path) -> N
     assert [each.name for each in (run_dir / "checkpoints").glob("step-*")] == [f"step-{int(stopped.split()[3]):06d}"]
 
 
-def test_killed_driver_takes_every_process_and_file_with_it(
-    example: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    temporary = tmp_path / "t"
-    temporary.mkdir()
-    monkeypatch.setenv("TMPDIR", str(temporary))
+def test_killed_driver_takes_every_process_and_file_with_it(example: Start) -> None:
     run = example("total_train_steps=200")
     run.wait_for(r"^step 10/200 ")
     descendants = run.descendants()
     shared = {Path(path) for path in re.findall(r"/dev/shm/areal-\S+", Path(f"/proc/{run.pid}/maps").read_text())}
     assert shared
     assert all(path.exists() for path in shared)
-    assert list(temporary.glob("areal-*"))
+    scratch = {Path(value) for pid in descendants if (value := _variable(pid, SCRATCH_VARIABLE))}
+    assert len(scratch) == 2  # the engine's and the worker's
+    assert all(path.is_dir() for path in scratch)
     assert sum("areal." in command for command in descendants.values()) >= 2
     witness = Witness(descendants)
     run.kill(signal.SIGKILL)
     run.wait(END_SECONDS)
     assert witness.survivors(END_SECONDS) == {}
     assert [path for path in shared if path.parent.exists()] == []
-    assert list(temporary.glob("areal-*")) == []
+    assert [path for path in scratch if path.exists()] == []
+
+
+def _variable(pid: int, name: str) -> str:
+    """Of a process's environment; empty = it has none of that name."""
+    variables = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+    return dict(each.partition("=")[::2] for each in variables).get(name, "")
 
 
 def test_ctrl_c_saves_and_the_same_command_goes_on_to_the_end(example: Start, run_dir: Path) -> None:

@@ -54,7 +54,7 @@ class Reports:
         writer.close()
 
 
-async def wait_until_gone(pid: int, seconds: float = 10.0) -> None:
+async def wait_until_gone(pid: int, seconds: float = 30.0) -> None:
     """Return when that process has ended."""
     try:
         descriptor = os.pidfd_open(pid)

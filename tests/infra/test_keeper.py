@@ -21,8 +21,8 @@ from areal.infra.scheduler import Ask, Command, LocalScheduler, Scheduler, keepe
 from areal.infra.scheduler.local import FreeResources, LocalLauncher
 
 pytestmark = pytest.mark.slow
-GONE_SECONDS = 3.0
-"""Within this time nothing is left."""
+GONE_SECONDS = 30.0
+"""Within this time nothing is left, however busy the machine is; it takes a fraction of a second."""
 
 
 def proc_file(pid: int, name: str) -> bytes:
@@ -105,7 +105,7 @@ async def test_however_the_driver_ends_nothing_is_left_within_seconds(
     assert len(keepers) == 2  # one has the command, one the scratch directory
     assert len(list((tmp_path / "run").glob("areal-*"))) == 1
     os.killpg(driver.pid, sign)  # as a terminal does
-    async with asyncio.timeout(GONE_SECONDS * 3):  # a busy machine
+    async with asyncio.timeout(GONE_SECONDS):
         for pid in [daemon, *keepers, *below]:
             await wait_until_gone(pid)
         await driver.wait()
@@ -364,6 +364,7 @@ async def test_impossible_ask_is_refused_at_once_and_leaves_no_process(
     scheduler: LocalScheduler, tmp_path: Path
 ) -> None:
     ask = Ask("engine", cpus=100_000)
+    before = children_of(os.getpid())
     with pytest.raises(PlacementRefused, match=r"engine must fit this machine, but needs 100000 CPUs, \d+ are free"):
         await scheduler.start(Command("engine", ["true"], tmp_path / "log.txt", ask=ask))
-    assert children_of(os.getpid()) == []
+    assert children_of(os.getpid()) == before
