@@ -111,7 +111,9 @@ class Processes:
         await self._listener.open(f"tcp:{self._scheduler.host}:0")
         placements = await asyncio.gather(*(self._fill(place) for place in places))
         for place, placement in zip(places, placements, strict=True):
-            self._keeping.append(asyncio.ensure_future(self._keep(place, placement)))
+            keeping = asyncio.ensure_future(self._keep(place, placement))
+            keeping.add_done_callback(self._fail_with)
+            self._keeping.append(keeping)
 
     async def spawn(self, name: str, module: Sequence[str], env: dict[str, str]) -> Placement:
         """Start `python -m …`, which connects to the driver and is then `expect`ed."""
@@ -194,6 +196,12 @@ class Processes:
                 if placement.returncode is None:
                     self._on_failure(error)
                     return
+
+    def _fail_with(self, keeping: "asyncio.Task[None]") -> None:
+        """A place that nobody keeps filled would be waited for without end."""
+        error = None if keeping.cancelled() else keeping.exception()
+        if isinstance(error, Exception):
+            self._on_failure(error)
 
     def _end(self, place: ProcessPlace, died: str, placement: Placement) -> None:
         limit = self._budgets[place.role].limit

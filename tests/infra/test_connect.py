@@ -13,7 +13,7 @@ from areal.api.errors import ArealError
 from areal.infra.rpc import frames
 from areal.infra.rpc.channel import Channel, ChannelClosed
 from areal.infra.rpc.connect import Listener, connect, serve
-from areal.infra.rpc.sockets import address_towards, dial, listen
+from areal.infra.rpc.sockets import MOST_STRANGERS, address_towards, dial, listen
 from areal.infra.rpc.wire import api_wire
 
 
@@ -72,6 +72,26 @@ async def test_silent_caller_is_cut_off_at_the_deadline(stack: AsyncExitStack) -
     reader, writer = await asyncio.open_connection("127.0.0.1", int(listener.address.rsplit(":", 1)[1]))
     assert len(await asyncio.wait_for(reader.read(), 10)) == 32  # the nonce, then the end
     writer.close()
+
+
+async def test_strangers_who_say_nothing_leave_room_for_those_who_know_the_secret(
+    stack: AsyncExitStack, log_lines: list[str]
+) -> None:
+    listener = await serve_one(stack, "tcp:127.0.0.1:0", secret=b"right", handshake_seconds=600)
+    port, more = int(listener.address.rsplit(":", 1)[1]), 20
+    strangers = []
+    for _ in range(MOST_STRANGERS + more):
+        strangers.append(await asyncio.open_connection("127.0.0.1", port))
+        await asyncio.wait_for(strangers[-1][0].readexactly(32), 10)
+    for reader, _ in strangers[:more]:
+        assert await asyncio.wait_for(reader.read(), 10) == b""
+    channel = await connect(listener.address, wire=api_wire(), secret=b"right")
+    assert await channel.call("one", timeout_seconds=10) == 1
+    assert not strangers[-1][0].at_eof()
+    assert len([line for line in log_lines if "refused a connection" in line]) == 1
+    await channel.close()
+    for _, writer in strangers:
+        writer.close()
 
 
 async def test_silent_listener_is_given_up_at_the_deadline(stack: AsyncExitStack) -> None:

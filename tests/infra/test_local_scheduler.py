@@ -66,6 +66,15 @@ async def test_exit_by_error_is_described_with_the_last_line_of_the_log(start: A
     )
 
 
+async def test_end_is_described_also_when_the_log_cannot_be_read(start: Any, tmp_path: Path) -> None:
+    placement = await start("raise ValueError('no such model')")
+    log = tmp_path / "log.txt"
+    log.unlink()
+    log.mkdir()
+    await asyncio.wait_for(placement.wait(), 30)
+    assert placement.describe_exit() == f"rollout worker 0 (pid {placement.pid}) exited with code 1"
+
+
 async def test_kill_is_described_with_the_signal(start: Any, reports: Reports) -> None:
     placement = await start(SLEEP)
     os.kill(placement.pid, signal.SIGKILL)

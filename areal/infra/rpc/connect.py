@@ -21,15 +21,21 @@ from areal.api.errors import ArealError, ProcessDied
 from areal.infra.heartbeat import start_beating
 from areal.infra.rpc.channel import Channel, ChannelClosed, Handler
 from areal.infra.rpc.frames import MAX_FRAME_BYTES, HandshakeRefused
-from areal.infra.rpc.sockets import address_towards, dial, handshake_as_caller, handshake_as_listener, listen, unix_path
+from areal.infra.rpc.sockets import (
+    HANDSHAKE_SECONDS,
+    Door,
+    address_towards,
+    dial,
+    handshake_as_caller,
+    listen,
+    unix_path,
+)
 from areal.infra.rpc.wire import Wire
 from areal.infra.scheduler.base import Placement
-from areal.utils.logging import getLogger
 from areal.utils.net import is_loopback
 
 ADDRESS_VARIABLE = "AREAL_DRIVER_ADDRESS"
 STANDARD_INPUT = 0
-logger = getLogger("connect")
 
 
 async def connect(
@@ -66,19 +72,16 @@ async def serve(
     wire: Wire,
     peer: str = "caller",
     secret: bytes = b"",
-    handshake_seconds: float = 10.0,
+    handshake_seconds: float = HANDSHAKE_SECONDS,
     max_frame_bytes: int = MAX_FRAME_BYTES,
 ) -> "Listener":
     """Listen; `on_channel` gets each channel after its handshake and before its first frame, and gives it handlers."""
     channels: set[Channel] = set()
+    door = Door(address, secret, handshake_seconds)
 
     async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            async with asyncio.timeout(handshake_seconds):
-                seals = await handshake_as_listener(reader, writer, secret)
-        except (HandshakeRefused, OSError) as error:  # TimeoutError is an OSError
-            logger.warning("refused a connection to %s: %s", address, error or "the handshake timed out")
-            writer.close()
+        seals = await door.admit(reader, writer)
+        if seals is None:
             return
         channel = Channel(reader, writer, seals, wire, peer, None, max_frame_bytes)
         channels.add(channel)

@@ -7,6 +7,7 @@ seconds that the other host is gone.
 import asyncio
 import os
 import socket
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -25,12 +26,65 @@ from areal.infra.rpc.frames import (
     notice_loss,
     verify,
 )
+from areal.utils.logging import getLogger
 
 READ_LIMIT_BYTES = 1 << 20
 UNIX_PATH_BYTES = 107
 BACKLOG = 1024
+ACCEPTED_AT_ONCE = 16
+"""Connections that one turn of the event loop accepts; each has a descriptor before anybody can look at it."""
+MOST_STRANGERS = 128
+"""Connections to one listener that have not proved yet that they know the secret."""
+HANDSHAKE_SECONDS = 10.0
+QUIET_SECONDS = 10.0
+"""Refusals are logged at most so often: whoever reaches a listener can cause as many as they like."""
 DISCARD_PORT = 9
 """Any port will do: nothing is sent there."""
+logger = getLogger("connect")
+
+
+class Door:
+    """Lets in connections that prove to know the secret.
+
+    Whoever can reach the address can also connect and say nothing. So strangers are few at any time: the one that has
+    waited longest makes room for the next. Those who know the secret are strangers for some milliseconds only.
+    """
+
+    def __init__(self, name: str, secret: bytes, seconds: float = HANDSHAKE_SECONDS) -> None:
+        """`name` is what the log calls the listener."""
+        self._name = name
+        self._secret = secret
+        self._seconds = seconds
+        self._strangers: dict[asyncio.StreamWriter, None] = {}
+        """The first has waited longest."""
+        self._refused = 0
+        """Since the last line in the log."""
+        self._log_at = -float("inf")
+
+    async def admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Seals | None:
+        """None = it was refused, and its connection closed."""
+        if len(self._strangers) >= MOST_STRANGERS:
+            first = next(iter(self._strangers))
+            del self._strangers[first]
+            first.transport.abort()
+        self._strangers[writer] = None
+        try:
+            async with asyncio.timeout(self._seconds):
+                return await handshake_as_listener(reader, writer, self._secret)
+        except (HandshakeRefused, OSError) as error:  # TimeoutError is an OSError
+            self._log(str(error) or "the handshake timed out")
+            writer.close()
+            return None
+        finally:
+            self._strangers.pop(writer, None)
+
+    def _log(self, why: str) -> None:
+        self._refused += 1
+        now = time.monotonic()
+        if now >= self._log_at:
+            before = f"; so were {self._refused - 1} before it" if self._refused > 1 else ""
+            logger.warning("refused a connection to %s: %s%s", self._name, why, before)
+            self._refused, self._log_at = 0, now + QUIET_SECONDS
 
 
 async def handshake_as_listener(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes) -> Seals:
@@ -74,7 +128,10 @@ async def listen(
         await accept(reader, writer)
 
     host, port = host_and_port(address)
-    tcp = await asyncio.start_server(accept_tcp, host, port, limit=READ_LIMIT_BYTES, backlog=BACKLOG)
+    tcp = await asyncio.start_server(accept_tcp, host, port, limit=READ_LIMIT_BYTES, backlog=ACCEPTED_AT_ONCE)
+    for each in tcp.sockets:
+        with socket.fromfd(each.fileno(), each.family, each.type) as same:
+            same.listen(BACKLOG)  # how many the kernel keeps waiting; to the event loop one number is both
     return tcp, f"tcp:{host}:{tcp.sockets[0].getsockname()[1]}"
 
 

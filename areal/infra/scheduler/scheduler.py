@@ -23,15 +23,14 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from areal.api.errors import ProcessDied
-from areal.infra.rpc.frames import FrameError, HandshakeRefused, Seals
-from areal.infra.rpc.sockets import handshake_as_listener, listen
+from areal.infra.rpc.frames import FrameError, Seals
+from areal.infra.rpc.sockets import HANDSHAKE_SECONDS, Door, listen
 from areal.infra.scheduler import keeper
 from areal.infra.scheduler.base import Ask, Command, KeeperStart, Launched, Launcher
 from areal.utils.logging import getLogger
 
 KEEPER_SECONDS = 60.0
 """How long a keeper may take to connect."""
-HANDSHAKE_SECONDS = 10.0
 STOP_SECONDS = 5.0
 KILL_SECONDS = 8.0
 """How long a keeper may take to end its command by force, and itself."""
@@ -53,6 +52,7 @@ class Scheduler:
         self._launcher = launcher
         self._address = address
         self._secret = secrets.token_hex(32).encode()
+        self._door = Door("the scheduler", self._secret)
         self._numbers = itertools.count()
         self._server: asyncio.Server | None = None
         self._served_at = ""
@@ -129,15 +129,17 @@ class Scheduler:
                 self._server, self._served_at = await listen(f"tcp:{self.host}:0", self._accept)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        seals = await self._door.admit(reader, writer)
+        if seals is None:
+            return
+        line = _Line(reader, writer, seals)
         try:
             async with asyncio.timeout(HANDSHAKE_SECONDS):
-                seals = await handshake_as_listener(reader, writer, self._secret)
-                line = _Line(reader, writer, seals)
                 kind, content = await line.next()
                 hello = json.loads(content) if kind == keeper.HELLO else {}
                 arriving = self._arriving[hello["number"]]
                 line.host, line.pid, line.address = hello["host"], hello["pid"], hello["address"]
-        except (HandshakeRefused, ValueError, OSError, EOFError, KeyError) as error:
+        except (ValueError, OSError, EOFError, KeyError) as error:
             logger.warning("refused a connection to the scheduler: %s", str(error) or type(error).__name__)
             writer.close()
             return
@@ -390,6 +392,6 @@ def _last_line(path: Path) -> str:
         with path.open("rb") as log:
             log.seek(max(0, path.stat().st_size - LOG_TAIL_BYTES))
             lines = log.read().decode(errors="replace").split("\n")
-    except FileNotFoundError:
+    except OSError:  # how a process ended is told even if its log cannot be read
         return ""
     return next((line.strip() for line in reversed(lines) if line.strip()), "")
