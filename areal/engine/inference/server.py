@@ -56,6 +56,11 @@ class EngineOptions:
     scratch: Path | None = None
     """Where sockets may be made; None = where temporary files are."""
 
+    @property
+    def server_arguments(self) -> list[str]:
+        """Of vLLM's or SGLang's server, which both call weights that are to come "dummy"."""
+        return [*([] if self.with_weights else ["--load-format", "dummy"]), *self.arguments]
+
 
 class ServedEngine(InferenceEngine, Protocol):
     failure: str | None
@@ -86,7 +91,7 @@ async def _open_vllm(options: EngineOptions) -> ServedEngine:
         options.dtype,
         python=options.python,
         gpus=options.gpus,
-        arguments=options.arguments,
+        arguments=options.server_arguments,
         scratch=options.scratch,
     )
 
@@ -95,7 +100,7 @@ async def _open_sglang(options: EngineOptions) -> ServedEngine:
     from areal.engine.inference.sglang import open_sglang
 
     return await open_sglang(
-        options.model, options.dtype, python=options.python, gpus=options.gpus, arguments=options.arguments
+        options.model, options.dtype, python=options.python, gpus=options.gpus, arguments=options.server_arguments
     )
 
 
@@ -113,7 +118,7 @@ async def serve_in_run(engine: ServedEngine, index: int, secret: bytes) -> None:
     with ExitStack() as stack:
         host = own_address()
         place = scratch() or stack.enter_context(tempfile.TemporaryDirectory(prefix="areal-"))
-        address = f"unix:{place}/engine-{index}" if host is None else f"tcp:{host}:0"
+        address = f"unix:{place}/engine-{index}-{os.getpid()}" if host is None else f"tcp:{host}:0"
         endpoint = await serve(
             address, lambda channel: _add_handlers(engine, channel), wire=api_wire(), peer="a worker", secret=secret
         )
