@@ -100,6 +100,16 @@ class Run:
         (pid,) = [pid for pid, command in self.descendants().items() if word in command]
         return pid
 
+    def wait_for_process(self, word: str, seconds: float = START_SECONDS) -> int:
+        """The same as soon as it is there."""
+        deadline = time.monotonic() + seconds
+        while True:
+            found = [pid for pid, command in self.descendants().items() if f"-m {word}" in command]
+            if found:
+                return found[0]
+            assert time.monotonic() < deadline, f"no process {word} within {seconds} s:\n{self.text}"
+            time.sleep(0.01)  # nothing announces it
+
     def end(self) -> None:
         """Kill what is left, for a test that failed."""
         for pid in [*self.descendants(), self.pid] if self._process.poll() is None else []:

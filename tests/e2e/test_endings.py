@@ -65,6 +65,18 @@ def test_process_that_dies_or_freezes_is_replaced_and_its_groups_run_again(
     assert summary_of(run_dir)["rejections"] == {}
 
 
+@PROCESSES
+def test_process_that_dies_while_the_run_starts_is_started_again(
+    example: Start, run_dir: Path, module: str, name: str
+) -> None:
+    run = example("total_train_steps=2")
+    victim = run.wait_for_process(module)
+    os.kill(victim, signal.SIGKILL)
+    assert run.wait() == 0, run.text
+    assert f"{name} (pid {victim}) was killed by signal 9 (SIGKILL); it is started again" in run.text
+    assert [row["step"] for row in rows_of(run_dir / "metrics.jsonl") if "reward" in row] == [1, 2]
+
+
 def test_one_of_two_engines_dies_and_no_episode_is_lost(example: Start, run_dir: Path) -> None:
     run = example("total_train_steps=30", "rollout.backend=embedded:d2")
     run.wait_for(r"^step 5/30 ")

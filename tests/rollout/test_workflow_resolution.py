@@ -5,8 +5,10 @@ import subprocess
 import sys
 import threading
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import pytest
 
 from areal.api.errors import WorkflowError
@@ -310,3 +312,35 @@ def test_resolving_workflows_loads_no_torch():
 def test_spec_is_plain_data_on_its_way():
     spec = WorkflowSpec("a.B", {"size": 1})
     assert pickle.loads(pickle.dumps(spec)) == spec
+
+
+LOAD_ELSEWHERE = """
+import sys
+from areal.rollout.loading import Fillers, WorkflowSpec, load
+agent = load(WorkflowSpec.unpack(sys.stdin.buffer.read()), Fillers(None, None))
+print(type(agent).__name__, agent.size, agent.__class__.__module__ in sys.modules)
+"""
+
+
+@pytest.mark.slow
+def test_a_module_of_the_users_own_travels_to_a_host_that_does_not_have_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "only_here.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    spec = WorkflowSpec("only_here.MyAgent", {"size": 7})
+
+    def load_elsewhere(packed: bytes) -> "subprocess.CompletedProcess[str]":
+        argv = [sys.executable, "-c", LOAD_ELSEWHERE]
+        done = subprocess.run(argv, input=packed, capture_output=True, timeout=60)
+        return subprocess.CompletedProcess(argv, done.returncode, done.stdout.decode(), done.stderr.decode())
+
+    assert "No module named 'only_here'" in load_elsewhere(spec.pack()).stderr
+    loaded = load_elsewhere(spec.pack(by_value=True))
+    assert loaded.stdout.split() == ["MyAgent", "7", "False"], loaded.stderr
+    assert "only_here" not in cloudpickle.list_registry_pickle_by_value()
+
+
+def test_installed_modules_travel_by_name() -> None:
+    packed = WorkflowSpec("areal.workflow.openai.math_agent.MathAgent").pack(by_value=True)
+    assert pickle.loads(packed).target == "areal.workflow.openai.math_agent.MathAgent"
