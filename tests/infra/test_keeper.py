@@ -238,6 +238,17 @@ async def test_keeper_that_falls_silent_is_given_up_and_its_command_ends(
     await wait_until_gone(pid)
 
 
+async def test_frozen_keeper_is_killed_with_its_command(
+    start: Any, reports: Reports, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "SILENT_SECONDS", 3.0)
+    placement = await start(SLEEP)
+    (pid,) = await reports.next()
+    os.kill(parent_of(pid), signal.SIGSTOP)
+    await asyncio.wait_for(placement.wait(), 30)
+    await wait_until_gone(pid)
+
+
 async def test_keeper_that_hears_nothing_but_is_connected_goes_on(
     start: Any, reports: Reports, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -175,6 +175,8 @@ class KeptProcess:
         self._how = ""
         """Why it was killed, or lost; empty = it ended by itself."""
         self._end: asyncio.Task[int] | None = None
+        self._leaving: asyncio.Task[None] | None = None
+        """The end of a keeper that was lost."""
 
     async def begin(self, command: Command) -> None:
         """Have the keeper start the command, and follow it from then on."""
@@ -231,6 +233,8 @@ class KeptProcess:
 
     async def until_gone(self) -> None:
         """Wait for the end of the keeper, too."""
+        if self._leaving is not None:
+            await asyncio.gather(self._leaving, return_exceptions=True)
         await _until_gone(self._launched, KILL_SECONDS)
 
     @property
@@ -255,6 +259,8 @@ class KeptProcess:
                     return int(words["code"])
         except (EOFError, OSError, FrameError) as error:
             self._how = f"was lost with its keeper: {await self._why_lost(error)}"
+            # A keeper that lives ends by itself now. One that is frozen would keep its command, and its place.
+            self._leaving = asyncio.get_running_loop().create_task(_until_gone(self._launched, KILL_SECONDS))
             return -signal.SIGKILL
         finally:
             self._log.close()
