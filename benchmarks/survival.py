@@ -35,7 +35,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from areal.api.io_struct import ModelRequest
-from areal.cli.main import USER_ERROR
 from areal.config.rollout import GenerationHyperparameters
 from areal.engine.inference.engine import EmbeddedEngine
 from areal.engine.inference.server import load_engine
@@ -473,12 +472,6 @@ class AttackedRun(Closing):
             pass
         return code
 
-    def ended_in_its_start(self, code: int) -> bool:
-        """Whether it gave up because a process was attacked that it could not begin without."""
-        last = self.output.rstrip().rpartition("\n")[2]
-        died = DEATH.search(last) if code == USER_ERROR and last.startswith("areal: ") else None
-        return died is not None and int(died[2]) in self.attacked
-
     def left_behind(self) -> tuple[dict[int, str], list[str], list[str]]:
         """Processes, shared memory and directories that are there although the driver has ended."""
         deadline = time.monotonic() + END_SECONDS
@@ -630,13 +623,9 @@ def attack(run: AttackedRun, draw: random.Random, count: int, damage: Damage) ->
             code = run.wait(draw.uniform(0, MOST_WAIT_SECONDS)) if code is None else code
             if code is None:
                 struck = strike(run, victim, draw, damage)
-            elif run.ended_in_its_start(code):
-                go_on(run, damage)
             else:
                 return code
-    while run.ended_in_its_start(end := run.wait_to_end()):
-        go_on(run, damage)
-    return end
+    return run.wait_to_end()
 
 
 def strike(run: AttackedRun, victim: str, draw: random.Random, damage: Damage) -> bool:
