@@ -80,6 +80,7 @@ async def main():
 
 if sys.argv[2] == "orderly":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the tests may run where it is ignored
 asyncio.run(main())
 """
 
