@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from areal.api.errors import ArealError
-from areal.api.messages import Episode, GroupResult
+from areal.api.messages import GroupResult
 from areal.config.loader import build
 from areal.trainer.curve import draw_reward_curve
 from areal.trainer.display import Progress, render_episode
@@ -30,6 +30,8 @@ from areal.utils.logging import getLogger
 BEFORE, DURING, AFTER = "before", "during", "after"
 """When an evaluation is made: before the first step, between two, after the last."""
 
+EVALUATIONS = ("eval_reward", "eval_greedy_reward")
+"""How the figures of an evaluation begin, sampled and greedy."""
 RATE_STEPS = 10
 """Tokens per second are taken over this many steps, because single steps are bursty."""
 
@@ -90,7 +92,8 @@ class Journal(Closing):
         if "max_logprob_difference" in figures:
             seen = figures["max_logprob_difference"]
             account.max_logprob_difference = max(account.max_logprob_difference or 0.0, seen)
-        self._write(step, {"tokens_per_second": self._rate.step(figures["tokens"]), **figures})
+        own = {**figures, "tokens_per_second": self._rate.step(figures["tokens"])}
+        self._write(step, {**_recorded_means(groups), **own})
         if step in (1, self._total_steps // 2, self._total_steps):
             self._show_best_and_worst(step, groups)
 
@@ -98,7 +101,7 @@ class Journal(Closing):
         evaluation = Evaluation.of(results)
         self._account.calls += sum(episode.calls for result in results for episode in result.episodes)
         self._evaluations[_evaluation_key(when, greedy)] = evaluation
-        name = "eval_greedy_reward" if greedy else "eval_reward"
+        name = EVALUATIONS[greedy]
         bounds = zip((f"{name}_low", f"{name}_high"), evaluation.interval, strict=False)
         self._write(step, {name: evaluation.reward, **dict(bounds)})
         if when == BEFORE:
@@ -132,7 +135,7 @@ class Journal(Closing):
         draw_reward_curve(read_metrics(self._directory.path), self._directory.curve)
 
     def _write(self, step: int, figures: Mapping[str, float]) -> None:
-        row = {"time_seconds": self._seconds, **figures}
+        row = {**figures, "time_seconds": self._seconds}
         self._metrics.write(step, row)
         self.progress.update(step, row)
 
@@ -177,16 +180,18 @@ def step_figures(groups: Sequence[GroupResult], version: int, policy: Mapping[st
         "episode_seconds": float(np.mean([episode.seconds for episode in episodes])),
         "truncated": float(np.mean([episode.truncated for episode in episodes])),
     }
-    return {**figures, **policy, **_recorded_means(episodes)}
+    return {**figures, **policy}
 
 
-def _recorded_means(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Means of what user code recorded through the stats tracker."""
+def _recorded_means(groups: Sequence[GroupResult]) -> dict[str, float]:
+    """Means of what user code recorded through the stats tracker, under names that are not an evaluation's."""
     values: dict[str, list[float]] = {}
-    for episode in episodes:
+    for episode in (episode for group in groups for episode in group.episodes):
         for name, value in episode.stats.items():
-            values.setdefault(name, []).append(value)
-    return {name: float(np.mean(each)) for name, each in values.items()}
+            if not name.startswith(EVALUATIONS):
+                values.setdefault(name, []).append(value)
+    with np.errstate(over="ignore", invalid="ignore"):  # users may record what they like
+        return {name: float(np.mean(each)) for name, each in values.items()}
 
 
 def overlap(training: Sequence[tuple[float, float]], producing: Sequence[tuple[float, float]]) -> float:

@@ -31,6 +31,25 @@ def take_steps(journal: Journal, steps: range) -> None:
         journal.step(step, groups, step_figures(groups, step, {"max_logprob_difference": step / 1000}))
 
 
+def test_what_an_agent_records_stands_beside_the_figures_of_the_run_and_replaces_none(tmp_path: Path) -> None:
+    run = make_directory(tmp_path)
+    groups = make_batch()
+    figures = step_figures(groups, 1, {"loss": 0.5})
+    for name in (*figures, "step", "time_seconds", "tokens_per_second", "eval_reward", "mine", "huge"):
+        groups[0].episodes[0].stats[name] = 1e308 if name == "huge" else float("nan") if name != "mine" else 7.0
+    groups[0].episodes[1].stats["huge"] = 1e308
+    with Journal(run, 6, 0, Account()) as journal:
+        journal.step(1, groups, step_figures(groups, 1, {"loss": 0.5}))
+        assert journal.account.calls == figures["calls"]
+    (row,) = read_metrics(run.path)
+    assert {name: row[name] for name in figures} == figures
+    assert (row["step"], row["mine"], row["huge"]) == (1, 7.0, None)
+    assert row["time_seconds"] > 0
+    assert row["tokens_per_second"] > 0
+    assert "eval_reward" not in row
+    run.close()
+
+
 def test_resumed_journal_drops_what_was_never_saved_and_goes_on(tmp_path: Path) -> None:
     run = make_directory(tmp_path)
     with Journal(run, 6, 0, Account()) as journal:
