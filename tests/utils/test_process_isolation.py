@@ -557,3 +557,25 @@ async def test_future_cancelled_by_another_thread_ends_its_waiter_and_no_other()
         with pytest.raises(asyncio.CancelledError):
             await asyncio.wait_for(hanging, LONG_SECONDS)
         assert await asyncio.wait_for(asyncio.gather(*good), LONG_SECONDS) == [2.0] * 3
+
+
+SUPERVISED = """
+import os, signal
+from areal.utils.process_pool.descendants import run_supervised
+run_supervised(())
+print(os.getpid(), flush=True)
+signal.pause()
+"""
+
+
+def test_supervisor_that_is_asked_to_end_meanwhile_still_tells_how_its_worker_ended() -> None:
+    supervisor = subprocess.Popen([sys.executable, "-c", SUPERVISED], stdout=subprocess.PIPE)
+    assert supervisor.stdout is not None
+    worker = int(supervisor.stdout.readline())
+    os.kill(supervisor.pid, signal.SIGSTOP)
+    os.kill(worker, signal.SIGXCPU)
+    assert ended_within(worker, LONG_SECONDS)
+    os.kill(supervisor.pid, signal.SIGTERM)
+    os.kill(supervisor.pid, signal.SIGCONT)
+    assert supervisor.wait(30) == -signal.SIGXCPU
+    supervisor.stdout.close()

@@ -109,6 +109,7 @@ def _supervise(worker: int) -> NoReturn:
     end_descendants()
     code = os.waitstatus_to_exitcode(status)
     if code < 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # one that came meanwhile must not be what this process ends of
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         if -code not in (signal.SIGKILL, signal.SIGSTOP):
             signal.signal(-code, signal.SIG_DFL)
