@@ -1,12 +1,13 @@
 """Files that a process on another host fetches from the driver."""
 
+import resource
 from pathlib import Path
 
 import pytest
 import torch
 
 from areal.api.engine_api import WeightUpdate
-from areal.api.errors import ModelError, WeightMismatch
+from areal.api.errors import ArealError, ModelError, WeightMismatch
 from areal.engine.model.published import WeightReader, WeightWriter
 from areal.infra.rpc.channel import Channel
 from areal.infra.rpc.connect import Listener, connect, serve
@@ -86,6 +87,19 @@ async def test_weights_are_fetched_in_pieces_and_arrive_whole(driver: Driver, tm
         assert Path(fetched.path).parent == tmp_path / "scratch"
         [(_, arrived)] = reader.read(fetched, [("w", weights)])
         assert torch.equal(arrived, weights)
+
+
+async def test_a_host_without_room_for_the_weights_says_so(driver: Driver, tmp_path: Path, elsewhere: None) -> None:
+    (tmp_path / "published").mkdir()
+    driver.shipper.published = update = WeightWriter(tmp_path / "published", [("w", torch.ones(100_000))]).write(0)
+    channel = await driver.channel()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(ArealError, match="scratch on .* must have room for two versions of the published weights"):
+            await local_weights(channel, update)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 async def test_weights_of_another_version_are_refused(driver: Driver, tmp_path: Path, elsewhere: None) -> None:

@@ -6,6 +6,7 @@ file systems are shared, nothing travels. What it fetches goes to a directory th
 
 import asyncio
 import os
+import socket
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
@@ -119,6 +120,7 @@ async def _fetch(channel: Channel, version: int, shard: WeightShard, path: Path)
     # In place: the engine has mapped the file of the version before the last, which has the same size.
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
+        _reserve(descriptor, shard, path)
         start = 0
         while start < shard.size_bytes:
             piece: bytes = await channel.call(_WEIGHTS, version, shard.name, start, timeout_seconds=FETCH_SECONDS)
@@ -131,3 +133,16 @@ async def _fetch(channel: Channel, version: int, shard: WeightShard, path: Path)
         os.truncate(descriptor, shard.size_bytes)
     finally:
         os.close(descriptor)
+
+
+def _reserve(descriptor: int, shard: WeightShard, path: Path) -> None:
+    """All its room now: what is written in part would have holes, and the kernel kills whoever reads one in a mapping
+    of a full file system (SIGBUS)."""
+    try:
+        os.posix_fallocate(descriptor, 0, shard.size_bytes)
+    except OSError as error:
+        raise ArealError(
+            f"{path.parent.parent} on {socket.gethostname()} must have room for two versions of the published weights, "
+            f"of which {shard.name} has {shard.size_bytes:,} bytes: {error.strerror}; remove what is not needed there, "
+            "or make it larger"
+        ) from None
