@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from areal.api.errors import ArealError
-from areal.engine.model.published import WeightWriter, shared_memory
+from areal.api.errors import ArealError, WeightMismatch
+from areal.engine.model.published import WeightReader, WeightWriter, shared_memory
 
 
 @pytest.fixture
@@ -62,3 +62,14 @@ def test_full_shared_memory_is_an_error_and_no_bus_error(tmp_path: Path) -> None
     assert ended.returncode == 1, (ended.returncode, ended.stderr)
     assert "refused: the weights that are shared with the engines need 1.5 MiB" in ended.stderr
     assert f"{tmp_path} has 0.5 MiB free: No space left on device;" in ended.stderr
+
+
+def test_weights_with_a_damaged_header_are_refused_by_their_digest(tmp_path: Path) -> None:
+    weights = [("w", torch.ones(8))]
+    update = WeightWriter(tmp_path, weights).write(0)
+    file = Path(update.path) / "model.safetensors"
+    whole = file.read_bytes()
+    for damaged in (whole.replace(b"F32", b"X32"), whole.replace(b"shape", b"shaqe"), b"\xff" * len(whole)):
+        file.write_bytes(damaged)
+        with pytest.raises(WeightMismatch, match="must have the digest"):
+            WeightReader().read(update, weights)

@@ -96,7 +96,7 @@ async def test_a_host_without_room_for_the_weights_says_so(driver: Driver, tmp_p
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
     try:
-        with pytest.raises(ArealError, match="scratch on .* must have room for two versions of the published weights"):
+        with pytest.raises(ArealError, match=r"scratch on .* must have room for two versions of the published weights"):
             await local_weights(channel, update)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

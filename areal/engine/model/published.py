@@ -13,6 +13,7 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -165,7 +166,11 @@ class _MappedShard:
     def __init__(self, path: Path) -> None:
         with open(path, "r+b") as file:  # torch warns of memory that cannot be written to
             self._map = mmap.mmap(file.fileno(), 0)
-        self.tensors = _views(self._map)
+
+    @cached_property
+    def tensors(self) -> dict[str, Tensor]:
+        """Only to be looked at after the digest: a damaged header can be anything."""
+        return _views(self._map)
 
     def digest(self) -> str:
         return digest_of(self._map)
