@@ -161,12 +161,16 @@ class Processes:
     async def _fill(self, place: ProcessPlace) -> Placement:
         """Start a place's first process. One that is killed meanwhile is started again; one that gives up is not."""
         while True:
-            placement = await place.start()
+            placement = None
             try:
+                placement = await place.start()
                 await _join(place, placement)
             except ProcessDied as died:
-                place.leave()
-                if (placement.returncode or 0) >= 0 or not self._budgets[place.role].spend():
+                if placement is not None:  # otherwise it was its keeper that died
+                    place.leave()
+                    if (placement.returncode or 0) >= 0:
+                        raise
+                if not self._budgets[place.role].spend():
                     raise
                 logger.warning("%s; it is started again", died)
             else:

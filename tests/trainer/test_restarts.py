@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from areal.api.errors import ProcessDied
 from areal.config.training import SchedulerConfig
 from areal.infra.scheduler import Ask, Placement
 from areal.trainer.processes import HOUR_SECONDS, Processes, RestartBudget
@@ -53,3 +54,47 @@ async def test_place_that_cannot_be_kept_any_more_fails_the_run(tmp_path: Path) 
         assert str(await asyncio.wait_for(failed, 60)) == "nobody expected this"
     finally:
         await processes.close()
+
+
+class _StartedThirdTime:
+    """The keepers of its first two processes die before these run."""
+
+    role = "late"
+    ask: Ask | None = None
+
+    def __init__(self, processes: Processes) -> None:
+        self.starts = 0
+        self._processes = processes
+
+    async def start(self) -> Placement:
+        self.starts += 1
+        if self.starts < 3:
+            raise ProcessDied("late cannot be started: its keeper was killed by signal 9")
+        return await self._processes.spawn("late", ["timeit", "-n1", "pass"], {})
+
+    async def join(self, placement: Placement) -> None:
+        return
+
+    def leave(self) -> None:
+        return
+
+    def retire(self) -> bool:
+        return True
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("max_restarts", "starts"), [(5, 3), (1, 2)])
+async def test_process_whose_keeper_dies_while_the_run_starts_is_started_again_within_the_budget(
+    tmp_path: Path, max_restarts: int, starts: int
+) -> None:
+    processes = Processes(SchedulerConfig(max_restarts=max_restarts), tmp_path / "logs", lambda error: None)
+    place = _StartedThirdTime(processes)
+    try:
+        if starts == 3:
+            await asyncio.wait_for(processes.start([place]), 60)
+        else:
+            with pytest.raises(ProcessDied, match="its keeper was killed"):
+                await asyncio.wait_for(processes.start([place]), 60)
+    finally:
+        await processes.close()
+    assert place.starts >= starts if starts == 3 else place.starts == starts
