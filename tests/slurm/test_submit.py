@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,10 @@ from areal.cli.submit import submit
 
 
 @pytest.fixture(autouse=True)
-def _use(cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def _use(cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("SLURM_CONF", str(cluster.config))
+    yield
+    cluster.run("scancel", "--user=root")  # what a failed test left would take the place of the next
 
 
 @pytest.fixture
@@ -46,7 +49,8 @@ def test_ctrl_c_asks_the_job_to_end(shared: Path, cluster: SlurmCluster) -> None
         "signal.signal(signal.SIGINT, end)\nprint('begun', flush=True)\ntime.sleep(600)\n"
     )
     follow = (
-        "import sys; from pathlib import Path; from areal.cli.submit import submit; "
+        "import signal, sys; from pathlib import Path; from areal.cli.submit import submit; "
+        "signal.signal(signal.SIGINT, signal.default_int_handler); "  # the tests may run where it is ignored
         f"sys.exit(submit({[sys.executable, '-c', job]!r}, [], Path({str(shared)!r})))"
     )
     follower = subprocess.Popen(
