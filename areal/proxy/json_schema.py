@@ -6,6 +6,7 @@ white space, and properties that a schema allows only because it does not mentio
 
 import json
 from typing import Any
+from urllib.parse import unquote
 
 from areal.proxy.errors import bad_request
 from areal.utils.shorten import shown
@@ -46,6 +47,44 @@ def require_schema(schema: dict[str, Any], param: str) -> None:
             _require(isinstance(part.get(keyword, []), list), keyword, "a list", part, param)
             schemas += part.get(keyword, [])
         schemas += [part[keyword] for keyword in SCHEMAS if isinstance(part.get(keyword), dict)]
+    _require_ends_of_references(schema, [part for part in schemas if isinstance(part, dict)], param)
+
+
+def _require_ends_of_references(root: dict[str, Any], parts: list[dict[str, Any]], param: str) -> None:
+    """Refuse a schema that is defined by itself alone: no value is one, and llguidance can crash over it."""
+    ended: set[int] = set()
+    for part in parts:
+        way: dict[int, Any] = {}
+        todo = [(part, False)]
+        while todo:
+            here, left = todo.pop()
+            if left:
+                ended.add(id(here))
+                del way[id(here)]
+            elif id(here) in way:
+                raise bad_request(
+                    f"a $ref in {param} must lead to a schema other than itself, got {shown(here)}; "
+                    "refer to it from a property or from items",
+                    param,
+                )
+            elif id(here) not in ended:
+                way[id(here)] = here
+                todo += [(here, True), *((each, False) for each in _same_place(root, here))]
+
+
+def _same_place(root: dict[str, Any], schema: dict[str, Any]) -> list[dict[str, Any]]:
+    """The schemas that describe the very value that `schema` describes."""
+    found = [each for keyword in SCHEMA_LISTS[:3] for each in schema.get(keyword, [])]
+    if isinstance(reference := schema.get("$ref"), str) and reference.startswith("#"):
+        target: Any = root
+        for name in unquote(reference[1:]).split("/")[1:]:
+            name = name.replace("~1", "/").replace("~0", "~")
+            if isinstance(target, list):
+                target = target[int(name)] if name.isdecimal() and int(name) < len(target) else None
+            else:
+                target = target.get(name) if isinstance(target, dict) else None
+        found.append(target)
+    return [each for each in found if isinstance(each, dict)]
 
 
 def _require(holds: bool, keyword: str, kind: str, schema: dict[str, Any], param: str) -> None:
