@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from areal.api.engine_api import WeightUpdate
+from areal.api.errors import EngineError
 from areal.api.io_struct import ModelRequest
 from areal.config.rollout import GenerationHyperparameters, RolloutConfig
 from areal.config.training import SchedulerConfig
@@ -99,7 +100,12 @@ async def engine_of(model: Path, backend: str, python: str, apart: bool, logs: P
     config = SchedulerConfig(heartbeat_seconds=None)
     if apart:
         config = replace(config, type="apart", address=address_towards(OUTSIDE))  # type: ignore[arg-type]
-    processes = Processes(config, logs, failures.append, shipper.handlers)
+
+    def fail(error: Exception) -> None:
+        failures.append(error)
+        engines.give_up()  # otherwise the benchmark would wait for an engine that does not come back
+
+    processes = Processes(config, logs, fail, shipper.handlers)
     group = EngineGroup()
     connections = EngineConnections(group, processes.secret)
     rollout = RolloutConfig(
@@ -110,7 +116,10 @@ async def engine_of(model: Path, backend: str, python: str, apart: bool, logs: P
         async with asyncio.timeout(START_SECONDS):
             await processes.start(engines.members)
             await connections.follow(engines.serving)
-        yield engines, group, shipper
+        try:
+            yield engines, group, shipper
+        except EngineError as error:
+            raise (failures or [error])[0] from None
     finally:
         await group.aclose()
         await engines.close()
