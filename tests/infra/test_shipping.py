@@ -1,17 +1,15 @@
 """Files that a process on another host fetches from the driver."""
 
-import resource
 from pathlib import Path
 
 import pytest
 import torch
 
-from areal.api.engine_api import WeightUpdate
-from areal.api.errors import ArealError, ModelError, WeightMismatch
-from areal.engine.model.published import WeightReader, WeightWriter
+from areal.api.errors import ModelError, WeightMismatch
+from areal.engine.model.published import WeightWriter
 from areal.infra.rpc.channel import Channel
 from areal.infra.rpc.connect import Listener, connect, serve
-from areal.infra.rpc.shipping import CHUNK_BYTES, SCRATCH_VARIABLE, Shipper, local_model, local_weights
+from areal.infra.rpc.shipping import SCRATCH_VARIABLE, Shipper, local_model
 from areal.infra.rpc.wire import api_wire
 
 
@@ -49,7 +47,6 @@ async def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if this process were on a host that has none of the driver's paths."""
     monkeypatch.setattr("areal.infra.rpc.shipping.is_here", lambda directory: False)
-    monkeypatch.setattr("areal.infra.rpc.shipping._are_here", lambda update: False)
 
 
 async def test_a_model_that_is_here_does_not_travel(driver: Driver, tmp_path: Path) -> None:
@@ -74,51 +71,9 @@ async def test_only_the_directories_of_the_run_are_given_away(driver: Driver, tm
         await local_model(await driver.channel(), tmp_path)
 
 
-async def test_weights_are_fetched_in_pieces_and_arrive_whole(driver: Driver, tmp_path: Path, elsewhere: None) -> None:
-    weights = torch.randn(CHUNK_BYTES // 4 + 1000)
-    (tmp_path / "published").mkdir()
-    writer = WeightWriter(tmp_path / "published", [("w", weights)])
-    channel = await driver.channel()
-    reader = WeightReader()
-    for version in range(4):  # the files of the version before the last are written again
-        weights += 1
-        driver.shipper.published = update = writer.write(version)
-        fetched = await local_weights(channel, update)
-        assert Path(fetched.path).parent == tmp_path / "scratch"
-        [(_, arrived)] = reader.read(fetched, [("w", weights)])
-        assert torch.equal(arrived, weights)
-
-
-async def test_a_host_without_room_for_the_weights_says_so(driver: Driver, tmp_path: Path, elsewhere: None) -> None:
-    (tmp_path / "published").mkdir()
-    driver.shipper.published = update = WeightWriter(tmp_path / "published", [("w", torch.ones(100_000))]).write(0)
-    channel = await driver.channel()
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
-    try:
-        with pytest.raises(ArealError, match=r"scratch on .* must have room for two versions of the published weights"):
-            await local_weights(channel, update)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-async def test_weights_of_another_version_are_refused(driver: Driver, tmp_path: Path, elsewhere: None) -> None:
-    (tmp_path / "published").mkdir()
-    writer = WeightWriter(tmp_path / "published", [("w", torch.ones(3))])
-    old = writer.write(0)
-    driver.shipper.published = writer.write(1)
-    with pytest.raises(WeightMismatch, match="version 0 cannot be fetched any more; published is 1"):
-        await local_weights(await driver.channel(), old)
-
-
 async def test_no_other_file_can_be_read_as_weights(driver: Driver, tmp_path: Path) -> None:
     (tmp_path / "published").mkdir()
     driver.shipper.published = WeightWriter(tmp_path / "published", [("w", torch.ones(3))]).write(0)
     channel = await driver.channel()
     with pytest.raises(WeightMismatch, match="cannot be fetched"):
-        await channel.call("read_weights", 0, "../../secret", 0, timeout_seconds=10)
-
-
-async def test_an_engine_that_holds_no_weights_fetches_none(driver: Driver, elsewhere: None) -> None:
-    update = WeightUpdate(3, "three", "")
-    assert await local_weights(await driver.channel(), update) is update
+        await channel.call("read_weights", 0, "../../secret", 0, "", timeout_seconds=10)

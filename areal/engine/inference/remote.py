@@ -18,10 +18,12 @@ from areal.infra.rpc.channel import Channel, ChannelClosed, Handler
 
 CONTROL_SECONDS = 60.0
 """How long a control call may take: it is served between two decode steps."""
-STAGE_SECONDS = 600.0
-"""How long weights may take to be fetched and verified; generation goes on meanwhile."""
+SILENT_SECONDS = 120.0
+"""How long an engine that fetches and verifies weights may report no progress; generation goes on meanwhile."""
 GATHER_SECONDS = 0.25
 """How much drawing a call that does not stream may lose if its engine ends."""
+PROGRESS = "progress"
+"""The message that a piece of new weights has reached the engine."""
 _TOKENS = "tokens"
 """The message with streamed tokens: a list of [stream, tokens, logprobs, versions], and the digests of the versions."""
 
@@ -32,6 +34,9 @@ class RemoteEngine:
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
         channel.handlers[_TOKENS] = self._receive
+        channel.handlers[PROGRESS] = self._progressed
+        self._deadlines: dict[asyncio.Timeout, float] = {}
+        """Of weights on their way, and by how many seconds the next piece puts each off."""
         self._streams: dict[int, _Inbox] = {}
         self._numbers = itertools.count()
 
@@ -62,10 +67,10 @@ class RemoteEngine:
             await asyncio.gather(call, return_exceptions=True)
 
     async def stage_weights(self, update: WeightUpdate) -> None:
-        await self._call("stage_weights", update, timeout_seconds=STAGE_SECONDS)
+        await self._call_with_progress("stage_weights", update, SILENT_SECONDS)
 
     async def update_weights(self, update: WeightUpdate) -> None:
-        await self._call("update_weights", update)
+        await self._call_with_progress("update_weights", update, CONTROL_SECONDS)
 
     async def pause(self) -> None:
         await self._call("pause")
@@ -96,6 +101,26 @@ class RemoteEngine:
         for stream, tokens, logprobs, versions in parcels:
             if stream in self._streams:  # otherwise its reader is gone, and the cancelled call stops the engine
                 self._streams[stream].add(tokens, logprobs, versions, digests)
+
+    async def _call_with_progress(self, method: str, update: WeightUpdate, silent_seconds: float) -> None:
+        """It may take as long as it likes while weights arrive at the engine."""
+        try:
+            async with asyncio.timeout(silent_seconds) as deadline:
+                self._deadlines[deadline] = silent_seconds
+                try:
+                    await self._call(method, update, timeout_seconds=None)
+                finally:
+                    del self._deadlines[deadline]
+        except TimeoutError:
+            raise TimeoutError(
+                f"{self.channel.peer} did not answer {method!r} of version {update.version}, and reported no progress "
+                f"for {silent_seconds} s"
+            ) from None
+
+    def _progressed(self) -> None:
+        for deadline, silent_seconds in self._deadlines.items():
+            if not deadline.expired():
+                deadline.reschedule(asyncio.get_running_loop().time() + silent_seconds)
 
     async def _call(self, method: str, *args: Any, timeout_seconds: float | None = CONTROL_SECONDS) -> Any:
         try:

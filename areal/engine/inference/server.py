@@ -18,20 +18,23 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from areal.api.engine_api import InferenceEngine, WeightUpdate
+from areal.api.errors import WeightMismatch
 from areal.api.messages import ENGINE_ROLE
 from areal.config.backend import KINDS
 from areal.config.errors import ArealError, require
 from areal.config.keys import ENGINE_SECRET_VARIABLE, find_key
 from areal.engine.inference.engine import EmbeddedEngine
-from areal.engine.inference.remote import engine_handlers
+from areal.engine.inference.remote import PROGRESS, engine_handlers
 from areal.engine.models import open_runner
 from areal.infra.rpc.channel import Channel, Handler
 from areal.infra.rpc.connect import connect, connect_to_driver, driver_address, own_address, read_secret, serve
-from areal.infra.rpc.shipping import is_here, local_model, local_weights, scratch
+from areal.infra.rpc.host_weights import HostWeights
+from areal.infra.rpc.shipping import is_here, local_model, scratch
 from areal.infra.rpc.wire import api_wire
 from areal.utils.hf_utils import load_hf_tokenizer
 
@@ -122,11 +125,11 @@ async def serve_in_run(engine: ServedEngine, index: int, secret: bytes) -> None:
         endpoint = await serve(
             address, lambda channel: _add_handlers(engine, channel), wire=api_wire(), peer="a worker", secret=secret
         )
-        weights = _WeightsFromDriver(engine)
+        weights = _WeightsFromDriver(engine, Path(place), secret)
         handlers = engine_handlers(engine) | weights.handlers | {"cpu_seconds": time.process_time}
         info = {"address": endpoint.address}
         driver = await connect_to_driver(ENGINE_ROLE, index, info, handlers, wire=api_wire(), secret=secret)
-        weights.driver.set_result(driver)
+        weights.driver = driver
         driver.closed.add_done_callback(lambda _: ended.set())
         await ended.wait()
         await endpoint.close()
@@ -136,17 +139,26 @@ async def serve_in_run(engine: ServedEngine, index: int, secret: bytes) -> None:
 class _WeightsFromDriver:
     """Published weights are fetched to this host, if they are not there, before the engine takes them."""
 
-    def __init__(self, engine: ServedEngine) -> None:
-        self.driver: asyncio.Future[Channel] = asyncio.get_running_loop().create_future()
+    def __init__(self, engine: ServedEngine, place: Path, secret: bytes) -> None:
+        self.driver: Channel | None = None
         """Set once it is connected; its first call may come before that."""
         self.handlers: dict[str, Handler] = {"stage_weights": self._stage, "update_weights": self._update}
         self._engine = engine
+        # Not over the channel that the driver's calls come on: it is read between two decode steps only.
+        dial = partial(connect, driver_address(), wire=api_wire(), peer="the driver", secret=secret)
+        self._host = HostWeights(place, place, dial, self._report)
         self._staged: tuple[WeightUpdate, WeightUpdate] | None = None
         """What was published, and the same on this host."""
 
     async def _stage(self, update: WeightUpdate) -> None:
-        here = await local_weights(await self.driver, update)
-        await self._engine.stage_weights(here)
+        here = await self._host.fetch(update)
+        try:
+            await self._engine.stage_weights(here)
+        except WeightMismatch:
+            if here is update:
+                raise
+            here = await self._host.fetch(update, distrust=True)
+            await self._engine.stage_weights(here)
         self._staged = (update, here)
 
     async def _update(self, update: WeightUpdate) -> None:
@@ -154,6 +166,10 @@ class _WeightsFromDriver:
             await self._stage(update)
         assert self._staged is not None
         await self._engine.update_weights(self._staged[1])
+
+    def _report(self) -> None:
+        if self.driver is not None and self.driver.is_open:
+            self.driver.notify(PROGRESS)
 
 
 async def serve_by_hand(engine: ServedEngine, address: str, secret: bytes) -> None:

@@ -1,18 +1,17 @@
-"""What a process on another host fetches from the driver: the small files of a model, and published weights.
+"""What a process on another host fetches from the driver: the small files of a model, and pieces of published weights.
 
 So nothing needs a shared file system. A process first looks whether a path is there: on the driver's own host, or where
-file systems are shared, nothing travels. What it fetches goes to a directory that its keeper removes.
+file systems are shared, nothing travels. What it fetches goes to a directory that its keeper removes. How an engine
+puts the pieces together: `host_weights.py`.
 """
 
 import asyncio
+import hashlib
 import os
-import socket
 from collections.abc import Iterable
-from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
-from areal.api.engine_api import WeightShard, WeightUpdate
+from areal.api.engine_api import WeightUpdate
 from areal.api.errors import ArealError, ModelError, WeightMismatch
 from areal.infra.rpc.channel import Channel, Handler
 
@@ -21,10 +20,13 @@ SCRATCH_VARIABLE = "AREAL_SCRATCH"
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 """Files that do not travel with a model: its weights come when they are published."""
 MAX_FILES_BYTES = 128 << 20
-CHUNK_BYTES = 8 << 20
-FETCH_SECONDS = 120.0
-"""For one message; published weights travel in many."""
-_FILES, _WEIGHTS = "model_files", "read_weights"
+FILES_SECONDS = 120.0
+PIECE_BYTES = 4 << 20
+"""Weights travel in such pieces: sealing one keeps the driver's event loop for some milliseconds."""
+PIECE_SECONDS = 60.0
+"""How long one may take to arrive."""
+READ_WEIGHTS = "read_weights"
+_FILES = "model_files"
 
 
 class Shipper:
@@ -37,7 +39,7 @@ class Shipper:
 
     @property
     def handlers(self) -> dict[str, Handler]:
-        return {_FILES: self._files, _WEIGHTS: self._read}
+        return {_FILES: self._files, READ_WEIGHTS: self._read}
 
     def _files(self, directory: str) -> dict[str, bytes]:
         """Every file of the directory but weights."""
@@ -57,15 +59,29 @@ class Shipper:
             )
         return files
 
-    def _read(self, version: int, name: str, start: int) -> bytes:
-        """A piece of a shard of the weights that were published last."""
+    async def _read(self, version: int, name: str, start: int, have: str) -> bytes | None:
+        """A piece of a shard of the weights that were published last; None if its digest is `have`."""
+        path = self._path_of(version, name)
+        piece = await asyncio.to_thread(_piece, path, start, have)
+        self._path_of(version, name)  # otherwise its file may have been written again meanwhile
+        return piece
+
+    def _path_of(self, version: int, name: str) -> Path:
         update = self.published
         if update is None or update.version != version or name not in {shard.name for shard in update.shards}:
             newest = "none" if update is None else update.version
             raise WeightMismatch(f"{name} of version {version} cannot be fetched any more; published is {newest}")
-        with open(Path(update.path) / name, "rb") as file:
-            file.seek(start)
-            return file.read(CHUNK_BYTES)
+        return Path(update.path) / name
+
+
+def _piece(path: Path, start: int, have: str) -> bytes | None:
+    with open(path, "rb", buffering=0) as file:
+        piece = os.pread(file.fileno(), PIECE_BYTES, start)
+    return None if have and digest_of_piece(piece) == have else piece
+
+
+def digest_of_piece(piece: bytes) -> str:
+    return hashlib.sha256(piece).hexdigest()
 
 
 def is_here(directory: Path) -> bool:
@@ -77,21 +93,11 @@ async def local_model(channel: Channel, directory: Path) -> Path:
     """The directory itself if it is on this host, else a copy of its small files."""
     if is_here(directory):
         return directory
-    files: dict[str, bytes] = await channel.call(_FILES, str(directory), timeout_seconds=FETCH_SECONDS)
+    files: dict[str, bytes] = await channel.call(_FILES, str(directory), timeout_seconds=FILES_SECONDS)
     copy = _made(directory.name)
     for name, content in files.items():
         (copy / Path(name).name).write_bytes(content)
     return copy
-
-
-async def local_weights(channel: Channel, update: WeightUpdate) -> WeightUpdate:
-    """The same weights in a directory of this host."""
-    if not update.path or _are_here(update):
-        return update
-    target = _made(f"weights-{update.version % 2}")
-    for shard in update.shards:
-        await _fetch(channel, update.version, shard, target / shard.name)
-    return replace(update, path=str(target))
 
 
 def scratch() -> Path | None:
@@ -107,42 +113,3 @@ def _made(name: str) -> Path:
         raise ArealError(f"a process that fetches files must have a directory for them in {SCRATCH_VARIABLE}")
     (parent / name).mkdir(exist_ok=True)
     return parent / name
-
-
-def _are_here(update: WeightUpdate) -> bool:
-    """By size only: whoever uses them compares their digests."""
-    with suppress(OSError):
-        return all((Path(update.path) / shard.name).stat().st_size == shard.size_bytes for shard in update.shards)
-    return False
-
-
-async def _fetch(channel: Channel, version: int, shard: WeightShard, path: Path) -> None:
-    # In place: the engine has mapped the file of the version before the last, which has the same size.
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        _reserve(descriptor, shard, path)
-        start = 0
-        while start < shard.size_bytes:
-            piece: bytes = await channel.call(_WEIGHTS, version, shard.name, start, timeout_seconds=FETCH_SECONDS)
-            if not piece:
-                raise WeightMismatch(
-                    f"{shard.name} of version {version} ends after {start} of {shard.size_bytes} bytes"
-                )
-            await asyncio.to_thread(os.pwrite, descriptor, piece, start)
-            start += len(piece)
-        os.truncate(descriptor, shard.size_bytes)
-    finally:
-        os.close(descriptor)
-
-
-def _reserve(descriptor: int, shard: WeightShard, path: Path) -> None:
-    """All its room now: what is written in part would have holes, and the kernel kills whoever reads one in a mapping
-    of a full file system (SIGBUS)."""
-    try:
-        os.posix_fallocate(descriptor, 0, shard.size_bytes)
-    except OSError as error:
-        raise ArealError(
-            f"{path.parent.parent} on {socket.gethostname()} must have room for two versions of the published weights, "
-            f"of which {shard.name} has {shard.size_bytes:,} bytes: {error.strerror}; remove what is not needed there, "
-            "or make it larger"
-        ) from None
