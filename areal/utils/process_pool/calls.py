@@ -34,6 +34,11 @@ class CallTimeout(CallError):
 class CallCrashed(CallError):
     """The call's process ended during the call."""
 
+    def __init__(self, text: str, status: int | None = None) -> None:
+        super().__init__(text)
+        self.status = status
+        """How the process ended, as `subprocess` has it; None = not known, or not by itself."""
+
 
 class CallExhausted(CallCrashed):
     """The call needed more memory than its process may use, so the process was ended."""

@@ -182,7 +182,7 @@ class Child:
         if isinstance(error, PoolChannelBroken):
             return CallCrashed(f"{what} wrote into the channel of its process, which was killed: the pool got {error}")
         if status == EXHAUSTED_STATUS:
-            return CallExhausted(f"{what} needs more memory than its process may have")
+            return CallExhausted(f"{what} needs more memory than its process may have", status)
         if status is None:
             return CallCrashed(f"{what} left process {self.pid}, which does not end when killed")
         # Real-time signals have no names.
@@ -190,7 +190,7 @@ class Child:
         how = f"exit status {status}" if status >= 0 else f"killed by {names.get(-status, f'signal {-status}')}"
         if status == -signal.SIGKILL:
             how += ", unless it closed the channel of its process, which then was killed"
-        return CallCrashed(f"{what} ended its process: {how}")
+        return CallCrashed(f"{what} ended its process: {how}", status)
 
     def alive(self) -> bool:
         """Whether the process runs. Looks without reaping, so that its number stays its own."""

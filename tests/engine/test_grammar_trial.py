@@ -1,0 +1,148 @@
+"""No grammar ends the engine: each is tried in a process of its own first, which may crash, hang or need everything."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from tiny_models import byte_tokenizer, training_engine
+
+from areal.api.errors import GrammarError, RequestError
+from areal.api.io_struct import Grammar, ModelRequest
+from areal.config.rollout import GenerationHyperparameters
+from areal.engine.inference import grammar as grammar_module
+from areal.engine.inference.decoder_runner import DecoderRunner
+from areal.engine.inference.engine import EmbeddedEngine
+from areal.engine.inference.grammar import TRIAL_LIMITS, TRIED_AT_ONCE, GrammarCompiler
+from areal.utils.process_pool.pool import SHARED, Limits, ProcessPool
+
+pytestmark = pytest.mark.slow
+
+WAIT_SECONDS = 60
+SIMPLE = Grammar("lark", 'start: "ab"')
+
+
+def chain_of_schemas(length: int, link: Any, **root: Any) -> Grammar:
+    """Each schema refers to the next by `link`, so that nothing but the references is nested."""
+    schemas = {f"d{i}": link({"$ref": f"#/$defs/d{i + 1}"}) for i in range(length)}
+    schema = {"$defs": schemas | {f"d{length}": {"type": "null"}}, "$ref": "#/$defs/d0"} | root
+    return Grammar("json_schema", json.dumps(schema), "response_format")
+
+
+def lark(text: str) -> Grammar:
+    return Grammar("lark", text, "the workflow's grammar")
+
+
+DEEP = {
+    "references": chain_of_schemas(20_000, lambda next_: next_),
+    "properties": chain_of_schemas(2000, lambda next_: {"type": "object", "properties": {"a": next_}}),
+    "items": chain_of_schemas(3000, lambda next_: {"type": "array", "items": next_}),
+    "choices": chain_of_schemas(5000, lambda next_: {"anyOf": [next_, {"type": "boolean"}]}),
+    "intersections": chain_of_schemas(4000, lambda next_: {"allOf": [next_, {"type": "null"}]}),
+    "rules": lark("start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(30_000)) + '\nr30000: "a"'),
+    "terminals": lark("start: T0\n" + "\n".join(f"T{i}: T{i + 1}" for i in range(30_000)) + '\nT30000: "a"'),
+}
+"""Each ended the process that compiled it with a segmentation fault."""
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[EmbeddedEngine]:
+    engine = EmbeddedEngine(DecoderRunner(training_engine().decoder), byte_tokenizer())
+    yield engine
+    await engine.aclose()
+
+
+def compiler() -> GrammarCompiler:
+    tokenizer = byte_tokenizer()
+    return GrammarCompiler(tokenizer, len(tokenizer))
+
+
+def ask(grammar: Grammar | None) -> ModelRequest:
+    return ModelRequest("r", [1, 2, 3], GenerationHyperparameters(max_new_tokens=4), grammar=grammar)
+
+
+def processes() -> list[int]:
+    return SHARED.get(TRIED_AT_ONCE, TRIAL_LIMITS).supervisors()
+
+
+@pytest.mark.parametrize("name", DEEP)
+async def test_engine_outlives_a_grammar_that_crashes_its_compiler(engine: EmbeddedEngine, name: str) -> None:
+    async with asyncio.timeout(WAIT_SECONDS):
+        with pytest.raises(RequestError, match="a trial of this one ended with SIGSEGV; make the schema sm") as refusal:
+            await engine.agenerate(ask(DEEP[name]))
+        assert str(refusal.value).startswith(f"{DEEP[name].origin} cannot be honoured: ")
+        assert (await engine.agenerate(ask(SIMPLE))).output_len > 0
+
+
+def test_a_grammar_that_crashed_is_refused_again_without_another_trial() -> None:
+    grammars = compiler()
+    for origin in ("response_format", "response_format", "tool_choice"):
+        with pytest.raises(GrammarError, match=f"^{origin} cannot be honoured: .* SIGSEGV"):
+            grammars.begin_now(Grammar("json_schema", DEEP["properties"].text, origin))
+        before = processes()
+        assert before
+    grammars.begin_now(SIMPLE)
+    assert processes() == before
+
+
+def test_a_grammar_that_is_tried_is_not_tried_again_when_it_was_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_module, "MAX_GRAMMARS", 1)
+    grammars = compiler()
+    grammars.begin_now(SIMPLE)
+    grammars.begin_now(lark('start: "other"'))
+    monkeypatch.setattr(grammar_module, "TRIAL_SECONDS", -1.0)  # which no pool takes
+    grammars.begin_now(SIMPLE)
+
+
+def test_a_trial_that_was_killed_from_outside_is_not_held_against_the_grammar() -> None:
+    pool = ProcessPool(1)
+    try:
+        crash = pool.submit(os.kill, [0, signal.SIGKILL], timeout_seconds=WAIT_SECONDS)
+        problem, is_lasting = grammar_module._verdict(crash)
+        assert problem.startswith("it could not be tried (")
+        assert not is_lasting
+    finally:
+        pool.close()
+
+
+def test_a_trial_that_takes_too_long_or_too_much_is_ended() -> None:
+    for call, limits, problem in (
+        ((exec, ["while True: pass"]), Limits(cpu_seconds=1), grammar_module._TOO_SLOW),
+        ((bytearray, [4 << 30]), Limits(memory_bytes=1 << 30), grammar_module._TOO_LARGE),
+    ):
+        pool = ProcessPool(1, limits)
+        try:
+            assert grammar_module._verdict(pool.submit(*call, timeout_seconds=WAIT_SECONDS)) == (problem, True)
+        finally:
+            pool.close()
+
+
+def test_a_trial_at_its_deadline_is_ended_and_the_next_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars = compiler()
+    grammars.begin_now(SIMPLE)
+    with monkeypatch.context() as patch:
+        patch.setattr(grammar_module, "TRIAL_SECONDS", 1e-4)
+        with pytest.raises(GrammarError, match="make the schema simpler"):
+            grammars.begin_now(lark("start: " + " | ".join(f'"a{i}"' for i in range(3000))))
+    grammars.begin_now(lark('start: "next"'))
+
+
+def test_a_grammar_that_this_process_could_only_just_compile_is_refused() -> None:
+    """The trial has half the stack: what passes there does not end here, where more may be on the stack already."""
+    link = {"type": "object", "required": ["a"]}
+    just = chain_of_schemas(600, lambda next_: link | {"properties": {"a": next_}})
+    with pytest.raises(GrammarError, match="SIGSEGV"):
+        compiler().begin_now(just)
+    compiler().begin_now(chain_of_schemas(60, lambda next_: link | {"properties": {"a": next_}}))
+
+
+def test_the_process_that_tries_grammars_loads_nothing_heavy() -> None:
+    code = "import sys, areal.engine.inference.grammar_trial\n"
+    code += "heavy = {'torch', 'numpy', 'transformers', 'asyncio'} & set(sys.modules)\nassert not heavy, heavy"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_SECONDS)
+    assert done.returncode == 0, done.stderr
