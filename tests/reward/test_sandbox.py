@@ -25,7 +25,8 @@ import pytest
 
 from areal.api.errors import ConfigError, RewardTimeout
 from areal.api.reward_api import AsyncRewardWrapper
-from areal.reward.sandbox import ORDER, ProgramRun, SandboxLimits, find_isolation, launcher, run_program
+from areal.reward.sandbox import ORDER, ProgramRun, SandboxLimits, find_isolation, run_program
+from areal.reward.sandbox.launcher import seccomp
 
 pytestmark = pytest.mark.slow
 
@@ -711,13 +712,13 @@ def on_a_kernel_that_forbids_isolation(text: str) -> "subprocess.CompletedProces
     unshare, clone = {"x86_64": (272, 56), "aarch64": (97, 220)}[os.uname().machine]
     landlock_create_ruleset = 444
     start = f"""
-from areal.reward.sandbox import launcher as l
+from areal.reward.sandbox.launcher import kernel, seccomp as l
 steps = l._instruction(l._LOAD, l._NUMBER)
 for number in {(unshare, landlock_create_ruleset)}:
     steps += l._instruction(l._EQUAL, number, if_false=1) + l._instruction(l._RETURN, l._REFUSE)
 check = l._argument_lacks(0, l._ALL_NAMESPACES) + l._instruction(l._RETURN, l._ALLOW)
 steps += l._instruction(l._EQUAL, {clone}, if_false=4) + check
-l._prctl(l._PR_SET_NO_NEW_PRIVS, 1)
+kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
 l.install(steps + l._instruction(l._RETURN, l._ALLOW))
 from areal.reward import code_reward
 program, tests = "print(7)", [{{"input": "", "output": "7"}}]
@@ -750,8 +751,8 @@ def test_code_reward_runs_there_without_isolation_if_that_is_asked_for_by_name()
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can try to run a program as root")
 def test_root_that_cannot_become_another_user_is_refused() -> None:
     text = """
-from areal.reward.sandbox import launcher as l
-l._prctl(l._PR_SET_NO_NEW_PRIVS, 1)
+from areal.reward.sandbox.launcher import kernel, seccomp as l
+kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
 number = {"x86_64": 117, "aarch64": 147}[l.os.uname().machine]
 steps = l._instruction(l._LOAD, l._NUMBER) + l._instruction(l._EQUAL, number, if_false=1)
 l.install(steps + l._instruction(l._RETURN, l._REFUSE) + l._instruction(l._RETURN, l._ALLOW))
@@ -767,8 +768,8 @@ def test_the_filter_names_system_calls_by_the_numbers_of_the_kernel() -> None:
     headers = [Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h"), Path("/usr/include/asm-generic/unistd.h")]
     if not all(header.exists() for header in headers):
         pytest.skip("the kernel's headers are not installed")
-    tables = [launcher._REFUSED, launcher._REFUSED_TO_ONE_PROCESS, launcher._REFUSED_BESIDE_OTHERS, launcher._CHECKED]
+    tables = [seccomp._REFUSED, seccomp._REFUSED_TO_ONE_PROCESS, seccomp._REFUSED_BESIDE_OTHERS, seccomp._CHECKED]
     for column, header in enumerate(headers):
         defined = re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)\b", header.read_text())
         known = {name: int(number) for name, number in defined}
-        assert launcher._numbers(" ".join(tables), column).items() <= known.items()
+        assert seccomp._numbers(" ".join(tables), column).items() <= known.items()

@@ -9,7 +9,7 @@ from other files and from other processes, by the first of these that works on t
 - `landlock`: outside exists and the kernel refuses it. Linux 5.13 or newer, most containers included.
 
 Where none works, `run_program` refuses, unless `isolation="none"` is asked for by name. A process that runs programs
-has one launcher (`launcher.py`), which prepares the isolation once.
+has one launcher (`launcher/`), which prepares the isolation once.
 """
 
 import atexit
@@ -35,6 +35,7 @@ ORDER: tuple[Isolation, ...] = ("namespaces", "bubblewrap", "landlock")
 _ANSWER_SECONDS = 60.0
 """For what the launcher has to do besides running a program, on a machine that is busy."""
 
+_START = "import sys; sys.path.insert(0, sys.argv.pop(1)); from launcher.processes import main; main()"
 _PROBE = """
 import os, socket
 def refused(action, *arguments):
@@ -124,7 +125,7 @@ class _Launcher:
         setup = {"isolation": isolation, "caller": os.getpid()}
         with theirs:
             self.process = subprocess.Popen(
-                [_python(), "-I", "-S", str(Path(__file__).with_name("launcher.py")), json.dumps(setup)],
+                [_python(), "-I", "-S", "-c", _START, str(Path(__file__).parent), json.dumps(setup)],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 cwd="/",
