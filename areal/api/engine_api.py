@@ -6,6 +6,8 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from areal.api.io_struct import ModelRequest, ModelResponse, TokenChunk
 
+WeightLayout = Literal["model", "adapter"]
+
 
 @dataclass(frozen=True)
 class WeightShard:
@@ -26,8 +28,9 @@ class WeightUpdate:
     path: str
     """The directory; empty for engines that hold no weights."""
     shards: tuple[WeightShard, ...] = ()
-    layout: Literal["model", "adapter"] = "model"
-    """model = every parameter; adapter = LoRA matrices on top of the model that the engine was started with."""
+    layout: WeightLayout = "model"
+    """model = every parameter; adapter = LoRA matrices on top of the whole model that the engine had last, which it was
+    started with or which was published to it. The shard says which one that must be."""
 
 
 @dataclass(frozen=True)

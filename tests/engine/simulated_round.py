@@ -15,6 +15,7 @@ import numpy as np
 import simulated_device
 import torch
 from simulated_device import crossings
+from tiny_adapters import low_rank, merge_by_hand
 from tiny_models import write_model
 from transformers_models import batch, requests, sampled, write_gpt2, write_llava
 
@@ -25,6 +26,7 @@ from areal.config.training import ActorConfig, OptimizerConfig
 from areal.engine import models
 from areal.engine.inference.decoder_runner import DecoderRunner
 from areal.engine.inference.engine import EmbeddedEngine
+from areal.engine.model.adapter import AdapterConfig, adapter_writer
 from areal.engine.training.engine import TrainingEngine
 from areal.engine.training.figures import Figures
 from areal.trainer.update import PolicyUpdate
@@ -134,12 +136,26 @@ async def round_of(model: Path, with_images: bool) -> dict[str, Any]:
         trainer.save(name)
         load_hf_tokenizer(model).save_pretrained(name)
         figures["published"] = largest(sampled(again), open_trainer(Path(name), "cpu").logprobs(batch(asked, again)))
+        if any("q_proj" in weight for weight, _ in judge.model.named_weights()):  # not in GPT-2
+            figures["adapter"] = await adapter_difference(engine, asked, open_trainer(Path(name), "cpu"))
     figures["resumed"] = resume(model, trainer, trained)
     figures["update"], figures["update_on_cpu"] = policy_updates(model, asked, answers)
     figures["bfloat16"] = in_bfloat16(model, trained, judge)
     trainer.close()
     await engine.aclose()
     return figures
+
+
+async def adapter_difference(engine: EmbeddedEngine, asked: Sequence[ModelRequest], judge: TrainingEngine) -> float:
+    """Of log-probs under an adapter to the judge's model, which was published to the engine before."""
+    config = AdapterConfig(r=2, lora_alpha=3, target_modules=("q_proj", "v_proj"))
+    layers = low_rank(judge, config, seed=1)
+    with tempfile.TemporaryDirectory() as place:
+        writer = adapter_writer(Path(place), config, layers, judge.model.named_weights())
+        await engine.update_weights(writer.write(2))
+    merge_by_hand(judge, config, layers)
+    answers = await generate(engine, asked)
+    return largest(sampled(answers), judge.logprobs(batch(asked, answers)))
 
 
 def policy_updates(model: Path, asked: Sequence[ModelRequest], answers: Sequence[ModelResponse]) -> list[Any]:

@@ -68,6 +68,11 @@ def test_published_weights_reach_the_engine_between_two_tokens(model: str, round
     assert rounds[model]["published"] < EXACT
 
 
+@pytest.mark.parametrize("model", ["builtin", "llama", "vision"])
+def test_an_adapter_is_added_to_the_weights_there(model: str, rounds: dict[str, Any]) -> None:
+    assert rounds[model]["adapter"] < EXACT
+
+
 @models
 def test_a_decode_step_sends_a_few_tensors_and_reads_two(model: str, rounds: dict[str, Any]) -> None:
     assert rounds[model]["crossings_per_token"] == {"to the device": 3, "to the host": 2}

@@ -21,7 +21,7 @@ from areal.engine.inference.prefix_tree import TOKEN_DIM, PrefixTree
 from areal.engine.model.decoder import Decoder
 from areal.engine.model.device import memory_bytes, to_device
 from areal.engine.model.published import NamedTensors
-from areal.engine.model.weights import named_weights
+from areal.engine.model.weights import linear_weights, named_weights
 
 PASS_TOKENS = 16384
 """Prompt tokens computed at once: bounds memory when many requests join together."""
@@ -74,6 +74,9 @@ class DecoderRunner:
 
     def named_weights(self) -> NamedTensors:
         return named_weights(self.decoder)
+
+    def linear_weights(self) -> NamedTensors:
+        return linear_weights(self.decoder)
 
     @property
     def max_positions(self) -> int:

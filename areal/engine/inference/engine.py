@@ -33,7 +33,8 @@ from areal.engine.inference.model_runner import MixedRunner, ModelRunner, Piece,
 from areal.engine.inference.sampler import sample
 from areal.engine.inference.scheduler import StepScheduler
 from areal.engine.inference.sequence import PROCESS_ENDS, SequenceState
-from areal.engine.model.published import WeightReader, digest_of_tensors
+from areal.engine.model.live import LiveWeights, StagedWeights
+from areal.engine.model.published import digest_of_tensors
 from areal.utils.logging import getLogger
 
 logger = getLogger("engine")
@@ -67,9 +68,8 @@ class EmbeddedEngine:
         self._scheduler = StepScheduler(self._mixed, max_running)
         self._tokenizer = tokenizer
         self._grammars = GrammarCompiler(tokenizer, runner.vocab_size)
-        self._published = WeightReader()
-        self._staged: tuple[WeightUpdate, list[tuple[torch.Tensor, torch.Tensor]]] | None = None
-        """Weights that were checked and wait for the swap."""
+        self._weights = LiveWeights(runner)
+        self._staged: StagedWeights | None = None
         self._version = version
         self._digests = {version: digest_of_tensors(runner.named_weights())}
         self._loop: asyncio.Task[None] | None = None
@@ -110,28 +110,26 @@ class EmbeddedEngine:
     async def stage_weights(self, update: WeightUpdate) -> None:
         """Map the new weights and check them while generation goes on."""
         self._check_alive()
-        wanted = self._runner.named_weights()
-        if sum(shard.size_bytes for shard in update.shards) < SMALL_WEIGHTS_BYTES:
-            published = self._published.read(update, wanted)
-        else:
-            published = await asyncio.to_thread(self._published.read, update, wanted)
-            self._check_alive()
-        self._staged = (update, published)
+        if self._weights.size_bytes < SMALL_WEIGHTS_BYTES:
+            self._staged = self._weights.stage(update)
+            return
+        staged = await asyncio.to_thread(self._weights.stage, update)
+        self._check_alive()
+        self._staged = staged
 
     async def update_weights(self, update: WeightUpdate) -> None:
         """Copy the new weights between two steps, checked before."""
         self._check_alive()
-        if self._staged is None or self._staged[0] != update:
+        while not self._weights.is_ready(self._staged, update):
             await self.stage_weights(update)
         assert self._staged is not None
-        published, self._staged = self._staged[1], None
+        staged, self._staged = self._staged, None
         running = self._scheduler.running
         if running and self._pause_began is None:
             self._pause_began = time.monotonic()
         for sequence in (*running.sequences, *self._scheduler.restarting):
             sequence.record_version(self._version)
-        for tensor, new in published:
-            tensor.copy_(new)
+        self._weights.swap(staged)
         self._version = update.version
         self._digests[update.version] = update.digest
         self._scheduler.restart()

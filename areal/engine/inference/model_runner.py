@@ -9,18 +9,14 @@ import torch
 from torch import Tensor
 
 from areal.engine.model.device import to_device
-from areal.engine.model.published import NamedTensors
+from areal.engine.model.live import HoldsWeights
 
 
-class ModelRunner(Protocol):
+class ModelRunner(HoldsWeights, Protocol):
     """Whole prompts, then one token each. Shapes: B sequences, V vocabulary.
 
     Arguments are on the host; logits stay on the device that computed them.
     """
-
-    def named_weights(self) -> NamedTensors:
-        """Every parameter once, by its Hugging Face name; new weights are copied into these tensors."""
-        ...
 
     @property
     def vocab_size(self) -> int: ...

@@ -1,8 +1,9 @@
 """Weights on their way from the trainer to the engines: shards in safetensors, by the names that Hugging Face gives.
 
 The trainer writes each version into one of two directories in shared memory, by turns, so that the version before stays
-readable. Engines of the same host map the files; those of another have fetched them before (inference/fetching.py).
-Every shard has a digest of its own, and none is used whose bytes have another.
+readable. Engines of the same host map the files; those of another have fetched them before (infra/rpc/shipping.py).
+Every shard has a digest of its own, and none is used whose bytes have another. What the shards hold is their layout: a
+whole model, or an adapter to one (adapter.py).
 """
 
 import hashlib
@@ -11,16 +12,15 @@ import mmap
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
-from areal.api.engine_api import WeightShard, WeightUpdate
+from areal.api.engine_api import WeightLayout, WeightShard, WeightUpdate
 from areal.api.errors import ArealError, WeightMismatch
 
 SHARD_BYTES = 128 << 20
@@ -30,6 +30,7 @@ SMALL_BYTES = 16 << 20
 """Shards that are smaller together are hashed sooner than threads would begin to."""
 MIB = 1 << 20
 INDEX_NAME = "model.safetensors.index.json"
+ADAPTER_NAME = "adapter_model.safetensors"
 _LENGTH_BYTES = 8
 """A safetensors file begins with the length of its header."""
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -45,27 +46,42 @@ def shared_memory() -> Path:
 
 
 class WeightWriter:
-    """Writes versions of a model's weights."""
+    """Writes versions of a model's weights, or of an adapter's."""
 
-    def __init__(self, directory: Path, tensors: NamedTensors) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        tensors: NamedTensors,
+        *,
+        layout: WeightLayout = "model",
+        metadata: Mapping[str, str] | None = None,
+        texts: Mapping[str, str] | None = None,
+    ) -> None:
         """`tensors` are the model's own: each `write` reads what they hold then.
 
-        Raises ArealError if there is no room.
+        `metadata` goes into the header of every shard, so digests cover it; `texts` are files beside the shards, for
+        other readers of the directory. Raises ArealError if there is no room.
         """
-        parts = _cut([(name, tensor.detach()) for name, tensor in tensors])
+        named = [(name, tensor.detach()) for name, tensor in tensors]
+        parts = _cut(named) if layout == "model" else {ADAPTER_NAME: named}  # PEFT reads one file only
+        beside = dict(texts or {})
+        if len(parts) > 1:
+            table = {tensor: name for name, part in parts.items() for tensor, _ in part}
+            beside[INDEX_NAME] = json.dumps({"metadata": {}, "weight_map": table})
+        self._layout = layout
         self._slots: list[tuple[Path, list[_WritableShard]]] = []
         for slot in (directory / "0", directory / "1"):
             slot.mkdir(mode=0o700)
-            self._slots.append((slot, [_WritableShard(slot / name, part) for name, part in parts.items()]))
-            if len(parts) > 1:
-                table = {tensor: name for name, part in parts.items() for tensor, _ in part}
-                (slot / INDEX_NAME).write_text(json.dumps({"metadata": {}, "weight_map": table}), encoding="utf-8")
+            shards = [_WritableShard(slot / name, part, metadata or {}) for name, part in parts.items()]
+            self._slots.append((slot, shards))
+            for name, text in beside.items():
+                (slot / name).write_text(text, encoding="utf-8")
 
     def write(self, version: int) -> WeightUpdate:
         """The weights as they are, as this version; the version before it stays readable."""
         directory, shards = self._slots[version % 2]
         written = tuple(_each(lambda shard: shard.write(), shards, sum(shard.size_bytes for shard in shards)))
-        return WeightUpdate(version, whole_digest(written), str(directory), written)
+        return WeightUpdate(version, whole_digest(written), str(directory), written, self._layout)
 
 
 class WeightReader:
@@ -76,11 +92,7 @@ class WeightReader:
 
     def read(self, update: WeightUpdate, wanted: NamedTensors) -> list[tuple[Tensor, Tensor]]:
         """Each of the `wanted` tensors with its new values, in the shared files. Raises WeightMismatch."""
-        if update.layout != "model":
-            raise WeightMismatch(f"this engine takes whole models, got an update whose layout is {update.layout!r}")
-        found: dict[str, Tensor] = {}
-        for tensors in self._checked_shards(update):
-            found |= tensors
+        found, _ = self.open(update)
         pairs = []
         for name, tensor in wanted:
             new = found.pop(name, None)
@@ -95,18 +107,27 @@ class WeightReader:
             raise WeightMismatch(f"the weights of version {update.version} have {sorted(found)[0]}, this model has not")
         return pairs
 
+    def open(self, update: WeightUpdate) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """Every tensor of an update, in the shared files, and the metadata of these. Raises WeightMismatch."""
+        found: dict[str, Tensor] = {}
+        metadata: dict[str, str] = {}
+        for shard in self._checked_shards(update):
+            found |= shard.tensors()
+            metadata |= shard.metadata()
+        return found, metadata
+
     def check(self, update: WeightUpdate) -> None:
         """Raises WeightMismatch unless the files hold what was published."""
         self._checked_shards(update)
 
-    def _checked_shards(self, update: WeightUpdate) -> list[dict[str, Tensor]]:
+    def _checked_shards(self, update: WeightUpdate) -> "list[_MappedShard]":
         _require_digest(f"version {update.version}", update, update.digest, whole_digest(update.shards))
         total = sum(shard.size_bytes for shard in update.shards)
         return _each(lambda shard: self._checked(update, shard), update.shards, total)
 
-    def _checked(self, update: WeightUpdate, shard: WeightShard) -> dict[str, Tensor]:
+    def _checked(self, update: WeightUpdate, shard: WeightShard) -> "_MappedShard":
         path = Path(update.path) / shard.name
-        if path not in self._maps:
+        if path not in self._maps or self._maps[path].size_bytes != shard.size_bytes:
             try:
                 self._maps[path] = _MappedShard(path)
             except (OSError, ValueError) as error:
@@ -115,7 +136,7 @@ class WeightReader:
                 ) from None
         mapped = self._maps[path]
         _require_digest(f"{shard.name} of version {update.version}", update, shard.digest, mapped.digest())
-        return mapped.tensors
+        return mapped
 
 
 def _require_digest(what: str, update: WeightUpdate, published: str, found: str) -> None:
@@ -145,8 +166,8 @@ def digest_of_tensors(tensors: NamedTensors) -> str:
 class _WritableShard:
     """A file of fixed layout, and the tensors that are copied into it."""
 
-    def __init__(self, path: Path, tensors: Sequence[tuple[str, Tensor]]) -> None:
-        header = _header(tensors)
+    def __init__(self, path: Path, tensors: Sequence[tuple[str, Tensor]], metadata: Mapping[str, str]) -> None:
+        header = _header(tensors, metadata)
         self.size_bytes = len(header) + sum(_size(tensor) for _, tensor in tensors)
         self._name = path.name
         with open(path, "w+b") as file:
@@ -166,11 +187,15 @@ class _MappedShard:
     def __init__(self, path: Path) -> None:
         with open(path, "r+b") as file:  # torch warns of memory that cannot be written to
             self._map = mmap.mmap(file.fileno(), 0)
+        self.size_bytes = len(self._map)
 
-    @cached_property
+    # Both only to be looked at after the digest: a damaged header can be anything.
     def tensors(self) -> dict[str, Tensor]:
-        """Only to be looked at after the digest: a damaged header can be anything."""
         return _views(self._map)
+
+    def metadata(self) -> dict[str, str]:
+        metadata: dict[str, str] = _table(self._map)[0].get("__metadata__", {})
+        return metadata
 
     def digest(self) -> str:
         return digest_of(self._map)
@@ -191,8 +216,8 @@ def _cut(tensors: Sequence[tuple[str, Tensor]]) -> dict[str, list[tuple[str, Ten
     return {f"model-{number:05}-of-{len(parts):05}.safetensors": part for number, part in enumerate(parts, 1)}
 
 
-def _header(tensors: Sequence[tuple[str, Tensor]]) -> bytes:
-    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+def _header(tensors: Sequence[tuple[str, Tensor]], metadata: Mapping[str, str]) -> bytes:
+    table: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
     at = 0
     for name, tensor in tensors:
         end = at + _size(tensor)
@@ -203,13 +228,19 @@ def _header(tensors: Sequence[tuple[str, Tensor]]) -> bytes:
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
 
-def _views(content: mmap.mmap) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, in its own memory. Raises ValueError if it is none."""
+def _table(content: mmap.mmap) -> tuple[dict[str, Any], int]:
+    """The header of a safetensors file, and where its tensors begin. Raises ValueError if it is none."""
     start = _LENGTH_BYTES + int.from_bytes(content[:_LENGTH_BYTES], "little")
     if not _LENGTH_BYTES < start <= len(content):
         raise ValueError("its header is damaged")
+    return json.loads(content[_LENGTH_BYTES:start]), start
+
+
+def _views(content: mmap.mmap) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, in its own memory."""
+    table, start = _table(content)
     views = {}
-    for name, entry in json.loads(content[_LENGTH_BYTES:start]).items():
+    for name, entry in table.items():
         if name == "__metadata__":
             continue
         first, end = entry["data_offsets"]

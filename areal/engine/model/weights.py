@@ -67,6 +67,11 @@ def named_weights(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
             yield f"model.layers.{index}.{part}", piece
 
 
+def linear_weights(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
+    """The matrices of linear layers among them: all but the embedding, which a tied head shares."""
+    return (pair for pair in named_weights(decoder) if pair[1].dim() > 1 and pair[0] != _WHOLE["embedding"])
+
+
 def _rows(kind: str, a: Architecture, total: int) -> list[int]:
     if kind in ("qkv", "qkv_bias"):
         return [a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim, a.num_kv_heads * a.head_dim]

@@ -115,6 +115,11 @@ class TransformersModel:
         """Every parameter, tied ones once, by its name in the module."""
         return ((name, parameter.detach()) for name, parameter in self.module.named_parameters())
 
+    def linear_weights(self) -> NamedTensors:
+        """The matrices of linear layers among them; a tied head goes by the embedding's name and is none."""
+        linear = {f"{name}.weight" for name, module in self.module.named_modules() if isinstance(module, nn.Linear)}
+        return (pair for pair in self.named_weights() if pair[0] in linear)
+
     def load(self, directory: Path) -> None:
         """Take the weights of another directory of the same architecture."""
         flat, _ = _flatten(_load(directory))

@@ -44,6 +44,9 @@ class TransformersRunner:
     def named_weights(self) -> NamedTensors:
         return self.model.named_weights()
 
+    def linear_weights(self) -> NamedTensors:
+        return self.model.linear_weights()
+
     @property
     def vocab_size(self) -> int:
         return self.model.vocab_size
