@@ -25,7 +25,7 @@ class EngineAddress:
     address: str
     """`unix:PATH` or `tcp:HOST:PORT`."""
     secret: bytes | None = None
-    """What opens it; empty = nothing is needed, None = the run's own secret, which its processes know already."""
+    """What opens it to those who may generate; None = it follows from the run's secret, which its processes know."""
 
 
 @dataclass(frozen=True)

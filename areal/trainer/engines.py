@@ -19,9 +19,10 @@ from areal.api.messages import ENGINE_ROLE, EngineAddress
 from areal.config.backend import Backend
 from areal.config.rollout import RolloutConfig
 from areal.engine.inference.group import EngineGroup
-from areal.engine.inference.remote import RemoteEngine
+from areal.engine.inference.remote import GENERATE_ROLE, RemoteEngine
 from areal.infra.rpc.channel import Channel
 from areal.infra.rpc.connect import connect
+from areal.infra.rpc.frames import role_secret
 from areal.infra.rpc.wire import api_wire
 from areal.infra.scheduler import Ask, Placement
 from areal.trainer.processes import Processes, ask
@@ -264,7 +265,7 @@ class EngineDoor(Protocol):
 
     name: str
     secret: bytes | None
-    """What opens it to rollout workers; None = the run's own."""
+    """What opens it to rollout workers; None = it follows from the run's."""
     ask: Ask | None
     """What it needs of a host; None = it has one."""
 
@@ -322,7 +323,7 @@ class _RunningServer:
 
     def __init__(self, address: str, secret: bytes, processes: Processes) -> None:
         self.name = f"the engine at {address}"
-        self.secret: bytes | None = secret
+        self.secret: bytes | None = role_secret(secret, GENERATE_ROLE)
         self._connect = partial(connect, address, wire=api_wire(), peer=self.name, secret=secret)
         self._address = address
         self._processes = processes

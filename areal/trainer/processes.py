@@ -24,7 +24,7 @@ from areal.config.training import SchedulerConfig
 from areal.engine.model.published import shared_memory
 from areal.infra.rpc.channel import Channel, ChannelClosed, Handler
 from areal.infra.rpc.connect import ConnectedProcess, DriverListener
-from areal.infra.rpc.shipping import SCRATCH_VARIABLE
+from areal.infra.rpc.shipping import SCRATCH_VARIABLE, SHARED_VARIABLE
 from areal.infra.rpc.wire import api_wire
 from areal.infra.scheduler import Ask, Command, Placement, make_scheduler
 from areal.utils.logging import getLogger
@@ -80,6 +80,8 @@ class Processes:
         self._listener = DriverListener(api_wire(), handlers)
         self.shared_memory = self._scheduler.scratch(shared_memory())
         """A directory for the weights that engines map."""
+        self._shared = _new_directory()
+        """What its processes have together, on each host."""
         self._asks: dict[str, Ask] = {}
         """By the name of the process."""
         self._budgets: dict[str, RestartBudget] = {}
@@ -118,12 +120,18 @@ class Processes:
     async def spawn(self, name: str, module: Sequence[str], env: dict[str, str]) -> Placement:
         """Start `python -m …`, which connects to the driver and is then `expect`ed."""
         path = os.pathsep.join(each or os.getcwd() for each in sys.path)
-        scratch = shared_memory() / f"areal-{secrets.token_hex(8)}"
-        env = {"PYTHONPATH": path, SCRATCH_VARIABLE: str(scratch), **env, **self._listener.env}
+        scratch = _new_directory()
+        env = {
+            "PYTHONPATH": path,
+            SCRATCH_VARIABLE: scratch,
+            SHARED_VARIABLE: self._shared,
+            **env,
+            **self._listener.env,
+        }
         log = self._logs / f"{name.replace(' ', '-')}.log"
         argv = [sys.executable, "-m", *module]
         ask, secret = self._asks.get(name), self._listener.secret
-        command = Command(name, argv, log, env, self._config.heartbeat_seconds, secret, ask, (str(scratch),))
+        command = Command(name, argv, log, env, self._config.heartbeat_seconds, secret, ask, (scratch,), self._shared)
         return await self._scheduler.start(command)
 
     async def expect(
@@ -216,6 +224,11 @@ class Processes:
         if place.role == WORKER_ROLE and (placement.returncode or 0) > 0:
             why += "; an inline agent that ends its process does this, rollout.agent.mode=subproc keeps it apart"
         self._on_failure(ProcessDied(died + why))
+
+
+def _new_directory() -> str:
+    """A name that no other directory has."""
+    return str(shared_memory() / f"areal-{secrets.token_hex(8)}")
 
 
 async def _join(place: ProcessPlace, placement: Placement) -> None:

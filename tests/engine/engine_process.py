@@ -6,8 +6,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from areal.engine.inference.remote import RemoteEngine
+from areal.api.engine_api import WeightUpdate
+from areal.engine.inference.remote import GENERATE_ROLE, RemoteEngine
+from areal.infra.rpc.channel import Channel
 from areal.infra.rpc.connect import ConnectedProcess, DriverListener, connect
+from areal.infra.rpc.frames import role_secret
 from areal.infra.rpc.shipping import Shipper
 from areal.infra.rpc.wire import api_wire
 from areal.infra.scheduler import Command, LocalScheduler, Placement
@@ -21,11 +24,32 @@ class EngineProcess:
     placement: Placement
     arrival: ConnectedProcess
 
-    async def connect(self) -> RemoteEngine:
-        """An engine over a connection of its own, as a rollout worker has it."""
-        secret = self.listener.secret
+    async def connect(self) -> "ControlledEngine":
+        """An engine over a connection of its own, as a rollout worker has it, and with the driver's control of it."""
+        secret = role_secret(self.listener.secret, GENERATE_ROLE)
         address = self.arrival.info["address"]
-        return RemoteEngine(await connect(address, wire=api_wire(), peer="the engine", secret=secret))
+        worker = await connect(address, wire=api_wire(), peer="the engine", secret=secret)
+        return ControlledEngine(worker, RemoteEngine(self.arrival.channel))
+
+
+class ControlledEngine(RemoteEngine):
+    """Generates over a worker's channel, and is controlled over the driver's."""
+
+    def __init__(self, worker: Channel, driver: RemoteEngine) -> None:
+        super().__init__(worker)
+        self.driver = driver
+
+    async def stage_weights(self, update: WeightUpdate) -> None:
+        await self.driver.stage_weights(update)
+
+    async def update_weights(self, update: WeightUpdate) -> None:
+        await self.driver.update_weights(update)
+
+    async def pause(self) -> None:
+        await self.driver.pause()
+
+    async def resume(self) -> None:
+        await self.driver.resume()
 
 
 @asynccontextmanager

@@ -16,8 +16,9 @@ from areal.api.messages import EngineAddress
 from areal.config.rollout import GenerationHyperparameters
 from areal.engine.inference.fake import FakeEngine
 from areal.engine.inference.group import MAX_FRUITLESS_ENDS, SPILL, EngineConnections, EngineGroup
-from areal.engine.inference.remote import engine_handlers
+from areal.engine.inference.remote import GENERATE_ROLE, worker_handlers
 from areal.infra.rpc.connect import Listener, serve
+from areal.infra.rpc.frames import role_secret
 from areal.infra.rpc.wire import api_wire
 
 
@@ -269,9 +270,9 @@ async def served(engine: FakeEngine, place: Path) -> Listener:
     """The engine at a socket."""
     return await serve(
         f"unix:{place}",
-        lambda channel: channel.handlers.update(engine_handlers(engine, channel)),
+        lambda channel: channel.handlers.update(worker_handlers(engine, channel)),
         wire=api_wire(),
-        secret=SECRET,
+        secret=role_secret(SECRET, GENERATE_ROLE),
     )
 
 

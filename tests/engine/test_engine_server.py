@@ -12,9 +12,11 @@ from engine_kinds import until
 from engine_process import engine_process
 from tiny_models import write_model
 
-from areal.api.errors import EngineError, ProcessDied
+from areal.api.engine_api import WeightUpdate
+from areal.api.errors import EngineError, ProcessDied, RequestError
 from areal.api.io_struct import ModelRequest
 from areal.config.rollout import GenerationHyperparameters
+from areal.engine.inference.remote import RemoteEngine
 from areal.infra.rpc.channel import ChannelClosed
 from areal.infra.rpc.connect import connect
 from areal.infra.rpc.wire import api_wire
@@ -41,11 +43,32 @@ async def test_a_server_without_its_model_ends_with_the_reason(tmp_path: Path) -
 
 async def test_a_server_lets_nobody_in_who_does_not_know_the_secret_of_the_run(model: Path, tmp_path: Path) -> None:
     async with engine_process(model, tmp_path / "log") as process:
-        for secret in (b"", b"a guess"):
+        # Workers know the run's own secret, which is for the driver.
+        for secret in (b"", b"a guess", process.listener.secret):
             with pytest.raises(ChannelClosed, match="during the handshake"):
                 await connect(process.arrival.info["address"], wire=api_wire(), secret=secret)
         engine = await process.connect()
         assert not (await engine.health()).paused
+
+
+async def test_a_worker_may_generate_and_control_nothing(model: Path, tmp_path: Path) -> None:
+    async with engine_process(model, tmp_path / "log") as process:
+        engine = await process.connect()
+        worker, update = RemoteEngine(engine.channel), WeightUpdate(1, "one", "")
+        for refused, verb in (
+            (worker.stage_weights(update), "stage_weights"),
+            (worker.update_weights(update), "update_weights"),
+            (worker.pause(), "pause"),
+            (worker.resume(), "resume"),
+            (worker.activity(), "activity"),
+            (worker.pauses(), "pauses"),
+        ):
+            with pytest.raises(RequestError, match=f"only the driver of a run may call '{verb}' on an engine"):
+                await refused
+        short = replace(REQUEST, gconfig=REQUEST.gconfig.new(max_new_tokens=4))
+        assert len((await asyncio.wait_for(worker.agenerate(short), 30)).output_tokens) == 4
+        await engine.driver.pause()
+        assert (await worker.health()).paused
 
 
 async def test_a_server_whose_engine_has_failed_ends_with_the_cause(model: Path, tmp_path: Path) -> None:

@@ -53,6 +53,20 @@ async def test_right_secret_is_let_in_and_wrong_ones_are_not(stack: AsyncExitSta
     await channel.close()
 
 
+async def test_each_secret_of_a_listener_gives_its_peer_a_role(stack: AsyncExitStack) -> None:
+    reader = frames.role_secret(b"right", "read")
+    listener = await serve_one(stack, "tcp:127.0.0.1:0", secret=b"right", roles={"read": reader})
+    for secret, role in ((b"right", ""), (reader, "read")):
+        channel = await connect(listener.address, wire=api_wire(), secret=secret)
+        assert await channel.call("one", timeout_seconds=10) == 1
+        assert [each.role for each in listener.channels] == [role]
+        await channel.close()
+        await asyncio.gather(*(each.closed for each in list(listener.channels)))
+    for wrong in (b"", frames.role_secret(b"right", "write"), frames.role_secret(reader, "read")):
+        with pytest.raises(ChannelClosed, match="it disconnected during the handshake"):
+            await connect(listener.address, wire=api_wire(), secret=wrong)
+
+
 async def test_listener_that_does_not_know_the_secret_is_not_trusted(stack: AsyncExitStack) -> None:
     async def pretend(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"n" * 32)

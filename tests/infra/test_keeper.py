@@ -17,7 +17,7 @@ from processes import SLEEP, WITH_ESCAPEE, Reports, children_of, is_running, par
 from areal.api.errors import PlacementRefused, ProcessDied
 from areal.infra.rpc.frames import HandshakeRefused, listener_proof, listener_seals
 from areal.infra.rpc.sockets import handshake_as_caller
-from areal.infra.scheduler import Ask, Command, LocalScheduler, Scheduler, keeper, scheduler
+from areal.infra.scheduler import Ask, Command, LocalScheduler, Placement, Scheduler, keeper, scheduler
 from areal.infra.scheduler.local import FreeResources, LocalLauncher
 
 pytestmark = pytest.mark.slow
@@ -295,6 +295,51 @@ async def test_directories_are_made_for_the_command_and_removed_after_it(
     os.kill(placement.pid, signal.SIGKILL)
     await placement.wait()
     assert not directory.exists()
+
+
+async def test_shared_directory_is_removed_after_the_last_of_its_commands(
+    scheduler: LocalScheduler, tmp_path: Path, reports: Reports
+) -> None:
+    directory = tmp_path / "weights"
+
+    async def begun() -> Placement:
+        argv = [sys.executable, "-c", SLEEP]
+        placement = await scheduler.start(Command("engine", argv, tmp_path / "log.txt", shared=str(directory)))
+        await reports.next()
+        return placement
+
+    async def killed(placement: Placement) -> None:
+        os.kill(placement.pid, signal.SIGKILL)
+        await asyncio.wait_for(placement.wait(), GONE_SECONDS)
+
+    first, second = await begun(), await begun()
+    assert directory.stat().st_mode & 0o777 == 0o700
+    (directory / "file").write_text("fetched")
+    await killed(first)
+    third = await begun()
+    await killed(second)
+    assert (directory / "file").read_text() == "fetched"
+    await killed(third)
+    assert not directory.exists()
+
+
+async def test_shared_directory_is_removed_when_all_of_its_commands_end_at_once(
+    scheduler: LocalScheduler, tmp_path: Path
+) -> None:
+    directory, argv = tmp_path / "weights", [sys.executable, "-c", "pass"]
+    command = Command("engine", argv, tmp_path / "log.txt", shared=str(directory))
+    placements = await asyncio.gather(*(scheduler.start(command) for _ in range(4)))
+    await asyncio.wait_for(asyncio.gather(*(placement.wait() for placement in placements)), GONE_SECONDS)
+    assert not directory.exists()
+
+
+async def test_shared_directory_that_is_a_link_elsewhere_is_refused(scheduler: LocalScheduler, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "weights").symlink_to(tmp_path / "elsewhere")
+    command = Command("engine", ["true"], tmp_path / "log.txt", shared=str(tmp_path / "weights"))
+    with pytest.raises(ProcessDied, match=r"engine cannot be started on \S+: .*Not a directory"):
+        await scheduler.start(command)
+    assert (tmp_path / "elsewhere").exists()
 
 
 async def test_command_has_a_session_of_its_own_and_ordinary_signals(start: Any, tmp_path: Path) -> None:

@@ -13,8 +13,9 @@ from areal.api.messages import EngineAddress, Episode, Rejection, WorkerSetup
 from areal.config.rollout import AgentConfig, GenerationHyperparameters, ProxyConfig, RolloutConfig
 from areal.engine.builtin.tokenizer import make_tokenizer
 from areal.engine.inference.fake import FakeEngine
-from areal.engine.inference.remote import engine_handlers
+from areal.engine.inference.remote import GENERATE_ROLE, worker_handlers
 from areal.infra.rpc.connect import Listener, serve
+from areal.infra.rpc.frames import role_secret
 from areal.infra.rpc.wire import api_wire
 from areal.infra.workflow_context import WorkflowContext
 from areal.proxy import Proxy
@@ -89,8 +90,9 @@ async def engine_listener(engine: FakeEngine, tmp_path: Path) -> AsyncIterator[L
     """The engine served on a socket, as in a run."""
     listener = await serve(
         f"unix:{tmp_path}/engine",
-        lambda channel: channel.handlers.update(engine_handlers(engine, channel)),
+        lambda channel: channel.handlers.update(worker_handlers(engine, channel)),
         wire=api_wire(),
+        secret=role_secret(b"", GENERATE_ROLE),
     )
     yield listener
     await listener.close()

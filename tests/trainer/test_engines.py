@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from small_runs import byte_tokenizer, make_engine
 
-from areal.api.errors import ArealError, ProcessDied
+from areal.api.errors import ArealError, ProcessDied, RequestError
 from areal.api.io_struct import ModelRequest, ModelResponse
 from areal.api.messages import EngineAddress
 from areal.config.keys import ENGINE_SECRET_VARIABLE
@@ -168,6 +168,8 @@ async def test_servers_that_run_already_serve_a_run(
         await asyncio.wait_for(run.engines.publish(trainer.publish()), SECONDS)
         answer = await asyncio.wait_for(run.worker.agenerate(request(1)), SECONDS)
         assert set(answer.output_versions) == {7}
+        with pytest.raises(RequestError, match="only the driver of a run may call 'pause' on an engine"):
+            await asyncio.wait_for(run.worker.pause(), SECONDS)
         monkeypatch.setenv(ENGINE_SECRET_VARIABLE, "another")
         with pytest.raises(ArealError, match="secret"):
             async with running(tmp_path, backend="embedded", addresses=[address]):

@@ -22,9 +22,10 @@ from areal.api.engine_api import EngineHealth, InferenceEngine, WeightUpdate
 from areal.api.errors import DrawnRefused, EngineError, EngineGone
 from areal.api.io_struct import ModelRequest, ModelResponse, TokenChunk
 from areal.api.messages import EngineAddress
-from areal.engine.inference.remote import RemoteEngine
+from areal.engine.inference.remote import GENERATE_ROLE, RemoteEngine
 from areal.infra.rpc.channel import ChannelClosed
 from areal.infra.rpc.connect import connect
+from areal.infra.rpc.frames import role_secret
 from areal.infra.rpc.wire import api_wire
 from areal.utils.bounded_cache import BoundedCache
 from areal.utils.logging import getLogger
@@ -259,9 +260,9 @@ class EngineConnections:
     def __init__(
         self, group: EngineGroup, run_secret: bytes, on_lost: Callable[[EngineAddress], None] = lambda address: None
     ) -> None:
-        """`run_secret` opens engines that have no secret of their own."""
+        """What `run_secret` gives workers opens engines that have no secret of their own."""
         self._group = group
-        self._run_secret = run_secret
+        self._secret = role_secret(run_secret, GENERATE_ROLE)
         self._on_lost = on_lost
         self._named: dict[EngineAddress, RemoteEngine | None] = {}
         """None = it is being connected to, or lost."""
@@ -276,7 +277,7 @@ class EngineConnections:
         await asyncio.gather(*(self._join(each) for each in engines if each not in before))
 
     async def _join(self, address: EngineAddress) -> None:
-        secret = self._run_secret if address.secret is None else address.secret
+        secret = self._secret if address.secret is None else address.secret
         try:
             channel = await connect(
                 address.address, wire=api_wire(), peer=address.name, secret=secret, timeout_seconds=CONNECT_SECONDS

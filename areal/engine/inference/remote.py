@@ -9,10 +9,11 @@ import asyncio
 import itertools
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from areal.api.engine_api import EngineHealth, WeightUpdate
-from areal.api.errors import EngineGone
+from areal.api.errors import EngineGone, RequestError
 from areal.api.io_struct import ModelRequest, ModelResponse, TokenChunk
 from areal.infra.rpc.channel import Channel, ChannelClosed, Handler
 
@@ -24,6 +25,10 @@ GATHER_SECONDS = 0.25
 """How much drawing a call that does not stream may lose if its engine ends."""
 PROGRESS = "progress"
 """The message that a piece of new weights has reached the engine."""
+GENERATE_ROLE = "generate"
+"""Of a peer that may ask an engine for answers, and control nothing: rollout workers have a secret for it."""
+CONTROL = ("stage_weights", "update_weights", "pause", "resume", "activity", "pauses")
+"""What only the driver may call."""
 _TOKENS = "tokens"
 """The message with streamed tokens: a list of [stream, tokens, logprobs, versions], and the digests of the versions."""
 
@@ -166,10 +171,19 @@ class _Inbox:
 
 
 def engine_handlers(engine: Any, channel: Channel | None = None) -> dict[str, Handler]:
-    """What a process that holds `engine` answers; to generate it needs the channel that tokens go back on."""
-    verbs = ("stage_weights", "update_weights", "pause", "resume", "health", "activity", "pauses")
+    """What a process that holds `engine` answers the driver; to generate it needs the channel for the tokens."""
+    verbs = (*CONTROL, "health")
     handlers: dict[str, Handler] = {verb: getattr(engine, verb) for verb in verbs if hasattr(engine, verb)}
     return handlers if channel is None else handlers | {"astream": _TokenSender(engine, channel).astream}
+
+
+def worker_handlers(engine: Any, channel: Channel) -> dict[str, Handler]:
+    """The same for a rollout worker, in which agents run: it may generate, and change nothing."""
+    return engine_handlers(engine, channel) | {verb: partial(_refuse, verb) for verb in CONTROL}
+
+
+def _refuse(verb: str, *args: Any) -> None:
+    raise RequestError(f"only the driver of a run may call {verb!r} on an engine; a rollout worker may generate")
 
 
 class _TokenSender:

@@ -29,12 +29,13 @@ from areal.config.backend import KINDS
 from areal.config.errors import ArealError, require
 from areal.config.keys import ENGINE_SECRET_VARIABLE, find_key
 from areal.engine.inference.engine import EmbeddedEngine
-from areal.engine.inference.remote import PROGRESS, engine_handlers
+from areal.engine.inference.remote import GENERATE_ROLE, PROGRESS, engine_handlers, worker_handlers
 from areal.engine.models import open_runner
 from areal.infra.rpc.channel import Channel, Handler
 from areal.infra.rpc.connect import connect, connect_to_driver, driver_address, own_address, read_secret, serve
+from areal.infra.rpc.frames import role_secret
 from areal.infra.rpc.host_weights import HostWeights
-from areal.infra.rpc.shipping import is_here, local_model, scratch
+from areal.infra.rpc.shipping import is_here, local_model, scratch, shared
 from areal.infra.rpc.wire import api_wire
 from areal.utils.hf_utils import load_hf_tokenizer
 
@@ -122,8 +123,14 @@ async def serve_in_run(engine: ServedEngine, index: int, secret: bytes) -> None:
         host = own_address()
         place = scratch() or stack.enter_context(tempfile.TemporaryDirectory(prefix="areal-"))
         address = f"unix:{place}/engine-{index}-{os.getpid()}" if host is None else f"tcp:{host}:0"
+        # Workers know the secret of the run too, so it opens nothing here: the driver has a channel of its own.
+        workers = role_secret(secret, GENERATE_ROLE)
         endpoint = await serve(
-            address, lambda channel: _add_handlers(engine, channel), wire=api_wire(), peer="a worker", secret=secret
+            address,
+            lambda channel: channel.handlers.update(worker_handlers(engine, channel)),
+            wire=api_wire(),
+            peer="a worker",
+            secret=workers,
         )
         weights = _WeightsFromDriver(engine, Path(place), secret)
         handlers = engine_handlers(engine) | weights.handlers | {"cpu_seconds": time.process_time}
@@ -146,7 +153,7 @@ class _WeightsFromDriver:
         self._engine = engine
         # Not over the channel that the driver's calls come on: it is read between two decode steps only.
         dial = partial(connect, driver_address(), wire=api_wire(), peer="the driver", secret=secret)
-        self._host = HostWeights(place, place, dial, self._report)
+        self._host = HostWeights(shared() or place, place, dial, self._report)
         self._staged: tuple[WeightUpdate, WeightUpdate] | None = None
         """What was published, and the same on this host."""
 
@@ -176,7 +183,12 @@ async def serve_by_hand(engine: ServedEngine, address: str, secret: bytes) -> No
     """Serve runs that name this address, until SIGTERM."""
     ended = _ended(engine)
     endpoint = await serve(
-        address, lambda channel: _add_handlers(engine, channel), wire=api_wire(), peer="a run", secret=secret
+        address,
+        lambda channel: _add_handlers(engine, channel),
+        wire=api_wire(),
+        peer="a run",
+        secret=secret,
+        roles={GENERATE_ROLE: role_secret(secret, GENERATE_ROLE)},
     )
     print(f"the engine serves at {endpoint.address}", flush=True)
     await ended.wait()
@@ -193,7 +205,11 @@ def _ended(engine: ServedEngine) -> asyncio.Event:
 
 
 def _add_handlers(engine: ServedEngine, channel: Channel) -> None:
-    channel.handlers.update(engine_handlers(engine, channel) | {"cpu_seconds": time.process_time})
+    """The driver of a run and its workers come to the same address."""
+    if channel.role == GENERATE_ROLE:
+        channel.handlers.update(worker_handlers(engine, channel))
+    else:
+        channel.handlers.update(engine_handlers(engine, channel) | {"cpu_seconds": time.process_time})
 
 
 async def main(words: list[str] | None = None) -> str | None:

@@ -72,6 +72,8 @@ class Channel:
     ) -> None:
         self.peer = peer
         """Who is at the other end, for messages to people."""
+        self.role = ""
+        """What the peer has proved to be, if it is less than one who knows the listener's own secret (`serve`)."""
         self.handlers: dict[str, Handler] = dict(handlers or {})
         """What the peer may call; the owner may add to it."""
         sealer, opener = seals

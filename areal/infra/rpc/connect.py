@@ -72,18 +72,24 @@ async def serve(
     wire: Wire,
     peer: str = "caller",
     secret: bytes = b"",
+    roles: Mapping[str, bytes] | None = None,
     handshake_seconds: float = HANDSHAKE_SECONDS,
     max_frame_bytes: int = MAX_FRAME_BYTES,
 ) -> "Listener":
-    """Listen; `on_channel` gets each channel after its handshake and before its first frame, and gives it handlers."""
+    """Listen; `on_channel` gets each channel after its handshake and before its first frame, and gives it handlers.
+
+    `roles`: further secrets that open the listener; a channel's `role` says which of them its peer knows.
+    """
     channels: set[Channel] = set()
-    door = Door(address, secret, handshake_seconds)
+    door = Door(address, secret, handshake_seconds, roles)
 
     async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        seals = await door.admit(reader, writer)
-        if seals is None:
+        admitted = await door.admit(reader, writer)
+        if admitted is None:
             return
+        role, seals = admitted
         channel = Channel(reader, writer, seals, wire, peer, None, max_frame_bytes)
+        channel.role = role
         channels.add(channel)
         channel.closed.add_done_callback(lambda _: channels.discard(channel))
         on_channel(channel)

@@ -126,9 +126,17 @@ def listener_proof(secret: bytes, nonces: bytes) -> bytes:
     return _derive(secret, b"listener", nonces)
 
 
-def verify(received: bytes, expected: bytes) -> None:
-    if not hmac.compare_digest(received, expected):
-        raise HandshakeRefused("it does not know the secret")
+def verify(received: bytes, *expected: bytes) -> int:
+    """Which of the expected it is."""
+    for index, each in enumerate(expected):
+        if hmac.compare_digest(received, each):
+            return index
+    raise HandshakeRefused("it does not know the secret")
+
+
+def role_secret(secret: bytes, role: str) -> bytes:
+    """A secret that proves a role: whoever knows `secret` can make it, and it tells nobody `secret`."""
+    return _derive(secret, b"role", role.encode())
 
 
 def caller_seals(secret: bytes, nonces: bytes) -> Seals:

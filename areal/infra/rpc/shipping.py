@@ -17,6 +17,8 @@ from areal.infra.rpc.channel import Channel, Handler
 
 SCRATCH_VARIABLE = "AREAL_SCRATCH"
 """Names the directory of a process that its keeper made and removes."""
+SHARED_VARIABLE = "AREAL_SHARED"
+"""Names the one that processes of the run on this host have together."""
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 """Files that do not travel with a model: its weights come when they are published."""
 MAX_FILES_BYTES = 128 << 20
@@ -102,7 +104,16 @@ async def local_model(channel: Channel, directory: Path) -> Path:
 
 def scratch() -> Path | None:
     """The directory that goes away with this process; None = no keeper has started it."""
-    directory = os.environ.get(SCRATCH_VARIABLE)
+    return _named_by(SCRATCH_VARIABLE)
+
+
+def shared() -> Path | None:
+    """The directory that goes away with the last process of the run on this host; None = no keeper has started it."""
+    return _named_by(SHARED_VARIABLE)
+
+
+def _named_by(variable: str) -> Path | None:
+    directory = os.environ.get(variable)
     return None if directory is None else Path(directory)
 
 

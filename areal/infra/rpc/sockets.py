@@ -8,7 +8,7 @@ import asyncio
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -50,10 +50,12 @@ class Door:
     waited longest makes room for the next. Those who know the secret are strangers for some milliseconds only.
     """
 
-    def __init__(self, name: str, secret: bytes, seconds: float = HANDSHAKE_SECONDS) -> None:
-        """`name` is what the log calls the listener."""
+    def __init__(
+        self, name: str, secret: bytes, seconds: float = HANDSHAKE_SECONDS, roles: Mapping[str, bytes] | None = None
+    ) -> None:
+        """`name` is what the log calls the listener; `roles` are further secrets, by what knowing one makes a peer."""
         self._name = name
-        self._secret = secret
+        self._secrets = {"": secret, **(roles or {})}
         self._seconds = seconds
         self._strangers: dict[asyncio.StreamWriter, None] = {}
         """The first has waited longest."""
@@ -61,8 +63,8 @@ class Door:
         """Since the last line in the log."""
         self._log_at = -float("inf")
 
-    async def admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Seals | None:
-        """None = it was refused, and its connection closed."""
+    async def admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> tuple[str, Seals] | None:
+        """Its role, which is empty for who knows the listener's own secret; None = it was refused, and is closed."""
         if len(self._strangers) >= MOST_STRANGERS:
             first = next(iter(self._strangers))
             del self._strangers[first]
@@ -70,7 +72,8 @@ class Door:
         self._strangers[writer] = None
         try:
             async with asyncio.timeout(self._seconds):
-                return await handshake_as_listener(reader, writer, self._secret)
+                index, seals = await handshake_as_listener(reader, writer, *self._secrets.values())
+                return list(self._secrets)[index], seals
         except (HandshakeRefused, OSError) as error:  # TimeoutError is an OSError
             self._log(str(error) or "the handshake timed out")
             writer.close()
@@ -87,13 +90,16 @@ class Door:
             self._refused, self._log_at = 0, now + QUIET_SECONDS
 
 
-async def handshake_as_listener(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes) -> Seals:
+async def handshake_as_listener(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *secrets: bytes
+) -> tuple[int, Seals]:
+    """Which of the secrets the caller knows."""
     ours = new_nonce()
     writer.write(ours)
     nonces = ours + await _read(reader, NONCE_BYTES)
-    verify(await _read(reader, PROOF_BYTES), caller_proof(secret, nonces))
-    writer.write(listener_proof(secret, nonces))
-    return listener_seals(secret, nonces)
+    index = verify(await _read(reader, PROOF_BYTES), *(caller_proof(secret, nonces) for secret in secrets))
+    writer.write(listener_proof(secrets[index], nonces))
+    return index, listener_seals(secrets[index], nonces)
 
 
 async def handshake_as_caller(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes) -> Seals:

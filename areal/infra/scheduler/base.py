@@ -51,6 +51,8 @@ class Command:
     """What was reserved for it; None = nothing in particular."""
     directories: tuple[str, ...] = ()
     """Made for it on its host, for its user only, and removed after its end, however that comes about."""
+    shared: str = ""
+    """A directory like those, which commands on one host have together: it is removed after the last of them."""
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ import sys
 if __name__ == "__main__":
     sys.path.append(os.path.abspath(__file__).removesuffix("/areal/infra/scheduler/keeper.py"))
 
+import fcntl
 import select
 import selectors
 import signal
@@ -76,6 +77,7 @@ class Keeper:
         self._refused = ""
         """Why the command could not be started."""
         self._directories: list[str] = []
+        self._shared: _SharedDirectory | None = None
         self._kill_at = float("inf")
         self._command_by = time.monotonic() + COMMAND_SECONDS
         self._ping_at = float("inf")
@@ -136,7 +138,13 @@ class Keeper:
         self._lost = self._lost or not chunk
 
     def _start(
-        self, argv: list[str], env: dict[str, str], stdin: str, heartbeat_seconds: float | None, directories: list[str]
+        self,
+        argv: list[str],
+        env: dict[str, str],
+        stdin: str,
+        heartbeat_seconds: float | None,
+        directories: list[str],
+        shared: str = "",
     ) -> None:
         self._printed, printing = os.pipe()
         self._beats, beating = os.pipe()
@@ -145,6 +153,8 @@ class Keeper:
             for directory in directories:
                 os.mkdir(directory, 0o700)
                 self._directories.append(directory)  # only now: one that was there is not ours to remove
+            if shared:
+                self._shared = _SharedDirectory(shared)
             with open(giving, "wb") as pipe:
                 pipe.write(bytes.fromhex(stdin))
             self._command = subprocess.Popen(
@@ -243,6 +253,8 @@ class Keeper:
         self._signal(signal.SIGKILL)  # also where the kernel does not list descendants
         complete = end_descendants()
         _remove(self._directories)
+        if self._shared is not None:
+            self._shared.leave()
         if self._refused:
             self._send(REFUSED, self._refused.encode())
         elif self._code is not None:
@@ -262,6 +274,37 @@ class Keeper:
             while self._connection.recv(CHUNK_BYTES):
                 pass
         self._connection.close()
+
+
+class _SharedDirectory:
+    """A directory of several commands, each with a keeper of its own. All of these have a lock on it that others can
+    have too; whoever can have it alone is the last, and removes the directory."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._descriptor = -1
+        while self._descriptor < 0:
+            with suppress(FileExistsError):
+                os.mkdir(path, 0o700)
+            with suppress(FileNotFoundError):  # the last of others has just removed it
+                self._descriptor = self._joined()
+        if os.fstat(self._descriptor).st_uid != os.geteuid():
+            raise PermissionError(f"{path} belongs to another user")
+
+    def _joined(self) -> int:
+        """Its descriptor with the lock; negative if it was removed meanwhile."""
+        descriptor = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+        if os.fstat(descriptor).st_nlink:
+            return descriptor
+        os.close(descriptor)
+        return -1
+
+    def leave(self) -> None:
+        with suppress(BlockingIOError):
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _remove([self._path])
+        os.close(self._descriptor)
 
 
 class _Output:

@@ -129,10 +129,10 @@ class Scheduler:
                 self._server, self._served_at = await listen(f"tcp:{self.host}:0", self._accept)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        seals = await self._door.admit(reader, writer)
-        if seals is None:
+        admitted = await self._door.admit(reader, writer)
+        if admitted is None:
             return
-        line = _Line(reader, writer, seals)
+        line = _Line(reader, writer, admitted[1])
         try:
             async with asyncio.timeout(HANDSHAKE_SECONDS):
                 kind, content = await line.next()
@@ -186,6 +186,7 @@ class KeptProcess:
             "stdin": command.secret.hex(),
             "heartbeat_seconds": command.heartbeat_seconds,
             "directories": list(command.directories),
+            "shared": command.shared,
         }
         self._line.send(keeper.COMMAND, words)
         try:
