@@ -26,6 +26,7 @@ from areal.trainer.logs import MetricsLog, RolloutLog, read_metrics
 from areal.trainer.run_directory import RunDirectory, write_atomically
 from areal.utils.closing import Closing
 from areal.utils.logging import getLogger
+from areal.utils.stats_tracker import DROPPED, MAX_NAME_CHARACTERS, MAX_NAMES
 
 BEFORE, DURING, AFTER = "before", "during", "after"
 """When an evaluation is made: before the first step, between two, after the last."""
@@ -34,6 +35,8 @@ EVALUATIONS = ("eval_reward", "eval_greedy_reward")
 """How the figures of an evaluation begin, sampled and greedy."""
 RATE_STEPS = 10
 """Tokens per second are taken over this many steps, because single steps are bursty."""
+MAX_FIGURES = 512
+"""Different names in the metrics of a run; what user code records under further ones is dropped."""
 
 logger = getLogger("trainer")
 
@@ -64,6 +67,7 @@ class Journal(Closing):
         kept = first_step + 1 if first_step or self._evaluations else 0
         self._metrics = self._stack.enter_context(MetricsLog(directory.path, kept))
         self._rollouts = self._stack.enter_context(RolloutLog(directory.path, first_step + 1))
+        self._recorded = _Recorded({name for row in read_metrics(directory.path) for name in row})
 
     def close(self) -> None:
         self._stack.close()
@@ -93,7 +97,7 @@ class Journal(Closing):
             seen = figures["max_logprob_difference"]
             account.max_logprob_difference = max(account.max_logprob_difference or 0.0, seen)
         own = {**figures, "tokens_per_second": self._rate.step(figures["tokens"])}
-        self._write(step, {**_recorded_means(groups), **own})
+        self._write(step, {**self._recorded.means(groups, own), **own})
         if step in (1, self._total_steps // 2, self._total_steps):
             self._show_best_and_worst(step, groups)
 
@@ -183,15 +187,49 @@ def step_figures(groups: Sequence[GroupResult], version: int, policy: Mapping[st
     return {**figures, **policy}
 
 
-def _recorded_means(groups: Sequence[GroupResult]) -> dict[str, float]:
-    """Means of what user code recorded through the stats tracker, under names that are not an evaluation's."""
-    values: dict[str, list[float]] = {}
-    for episode in (episode for group in groups for episode in group.episodes):
-        for name, value in episode.stats.items():
-            if not name.startswith(EVALUATIONS):
-                values.setdefault(name, []).append(value)
-    with np.errstate(over="ignore", invalid="ignore"):  # users may record what they like
-        return {name: float(np.mean(each)) for name, each in values.items()}
+class _Recorded:
+    """What user code recorded through the stats tracker, of which a run takes so many names and no more."""
+
+    def __init__(self, names: set[str]) -> None:
+        """`names` are those that the metrics of the run have already."""
+        self._names = names
+        self._has_dropped = False
+
+    def means(self, groups: Sequence[GroupResult], own: Mapping[str, float]) -> dict[str, float]:
+        """Under names that are not an evaluation's; if some were dropped here or in an episode, also how many."""
+        self._names |= own.keys()
+        values: dict[str, list[float]] = {}
+        dropped = 0.0
+        for episode in (episode for group in groups for episode in group.episodes):
+            for name, value in episode.stats.items():
+                if name == DROPPED:
+                    dropped += value
+                elif name in self._names or len(self._names) < MAX_FIGURES:
+                    self._names.add(name)
+                    values.setdefault(name, []).append(value)
+                else:
+                    dropped += 1
+        with np.errstate(over="ignore", invalid="ignore"):  # users may record what they like
+            means = {name: float(np.mean(each)) for name, each in values.items() if not name.startswith(EVALUATIONS)}
+        if dropped:
+            self._warn(dropped)
+            means[DROPPED] = dropped
+        return means
+
+    def _warn(self, dropped: float) -> None:
+        """Once: the figure tells of the rest."""
+        if self._has_dropped:
+            return
+        self._has_dropped = True
+        logger.warning(
+            "statistics may have %d names in an episode and %d in a run, each of %d printable characters at most; "
+            "%d values were dropped (figure %s): record under fewer names, without ids of tasks or words of the model",
+            MAX_NAMES,
+            MAX_FIGURES,
+            MAX_NAME_CHARACTERS,
+            dropped,
+            DROPPED,
+        )
 
 
 def overlap(training: Sequence[tuple[float, float]], producing: Sequence[tuple[float, float]]) -> float:

@@ -12,6 +12,7 @@ from areal.trainer.evaluation import wilson
 from areal.trainer.journal import (
     AFTER,
     BEFORE,
+    MAX_FIGURES,
     RATE_STEPS,
     Account,
     Journal,
@@ -47,6 +48,29 @@ def test_what_an_agent_records_stands_beside_the_figures_of_the_run_and_replaces
     assert row["time_seconds"] > 0
     assert row["tokens_per_second"] > 0
     assert "eval_reward" not in row
+    run.close()
+
+
+def test_names_that_agents_record_are_bounded_over_a_run_and_its_resumption(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = make_directory(tmp_path)
+    account = Account()
+    for step in (1, 2):
+        with Journal(run, 6, step - 1, account) as journal:
+            groups = make_batch()
+            groups[0].episodes[0].stats |= {f"{step}/{number}": 1.0 for number in range(MAX_FIGURES)}
+            groups[0].episodes[1].stats |= {"1/0": 3.0, "stats_dropped": 2.0}
+            journal.step(step, groups, step_figures(groups, step, {"loss": 0.5}))
+            account = journal.account
+    first, second = read_metrics(run.path)
+    assert len(first.keys() | second.keys()) <= MAX_FIGURES + 8  # and what a row has besides figures
+    assert (first["1/0"], second["1/0"]) == (2.0, 3.0)
+    assert first["stats_dropped"] > 2.0
+    assert second["stats_dropped"] == MAX_FIGURES + 2.0
+    warnings = [record.getMessage() for record in caplog.records if "statistics may have" in record.getMessage()]
+    assert len(warnings) == 2  # one for each session of the run
+    assert "may have 64 names in an episode and 512 in a run" in warnings[0]
     run.close()
 
 
