@@ -3,8 +3,8 @@
 Inside `collect()` they go to that collection (one per episode). Elsewhere they are dropped, since no one reads them.
 
 Every name becomes a curve, so their number and length are bounded. A value beyond that is dropped and counted, under
-the name `stats_dropped`. It is no error, because a name may come from what a model wrote, and that must not decide which
-episodes are trained on.
+the name `stats_dropped`. It is no error, because a name may come from what a model wrote, and that must not decide
+which episodes are trained on.
 """
 
 from collections.abc import Iterator
