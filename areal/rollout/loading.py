@@ -8,14 +8,14 @@ called is refused with the reason.
 import difflib
 import importlib
 import inspect
+import io
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from types import FunctionType, ModuleType
+from typing import Any, BinaryIO
 
 import cloudpickle
 
@@ -39,16 +39,15 @@ class WorkflowSpec:
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Of its constructor."""
 
-    def pack(self, *, by_value: bool = False) -> bytes:
+    def pack(self, *, by_value: bool = False, reward_fn: str = "") -> bytes:
         """Bytes that a worker with the same import path can unpack; objects of `__main__` travel by value.
 
-        `by_value`: so does a module of the user's own, which other hosts may not have; installed packages never do.
+        `by_value`: so do functions and classes of the user's own modules, which other hosts may not have, and among
+        them the config's `reward_fn`, if the workflow takes it. Installed packages never do.
         """
-        target = import_object(self.target, "workflow") if by_value and isinstance(self.target, str) else self.target
-        module = _own_module(target) if by_value else None
+        spec = self._of_objects(reward_fn) if by_value else self
         try:
-            with _travelling(module):
-                packed: bytes = cloudpickle.dumps(self if module is None else replace(self, target=target))
+            packed = _dumps_by_value(spec) if by_value else cloudpickle.dumps(spec)
         except Exception as error:  # whatever a user's __reduce__ raises
             raise WorkflowError(
                 f"{name_of(self.target)} cannot be sent to a rollout worker: {type(error).__name__}: {error}; pass its "
@@ -61,34 +60,60 @@ class WorkflowSpec:
         try:
             spec: WorkflowSpec = cloudpickle.loads(packed)
         except Exception as error:  # unpickling imports and runs the user's code
+            remedy = "; install it on that host, or set PYTHONPATH" if isinstance(error, ImportError) else ""
             raise WorkflowError(
-                f"the workflow cannot be read in a rollout worker: {type(error).__name__}: {error}"
+                f"the workflow cannot be read in a rollout worker: {type(error).__name__}: {error}{remedy}"
             ) from error
         return spec
 
+    def _of_objects(self, reward_fn: str) -> "WorkflowSpec":
+        """The same, with objects in place of the import strings that name something of the user's own."""
+        target = import_object(self.target, "workflow") if isinstance(self.target, str) else self.target
+        kwargs = _given(self.kwargs)
+        if reward_fn and inspect.isclass(target) and "reward_fn" in _named_parameters(target):
+            kwargs = {"reward_fn": reward_fn} | kwargs
+        if isinstance(named := kwargs.get("reward_fn"), str):
+            function = import_object(named, "reward_fn")
+            kwargs["reward_fn"] = function if _own_module(named.rpartition(".")[0]) else named
+        own = isinstance(self.target, str) and _own_module(self.target.rpartition(".")[0])
+        return replace(self, target=target if own else self.target, kwargs=kwargs)
 
-def _own_module(target: Any) -> ModuleType | None:
-    """The module or package that a workflow is defined in, if it is the user's own and not installed."""
-    name = getattr(target, "__module__", None) or type(target).__module__
-    module = sys.modules.get(name.partition(".")[0])
-    file = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), None)
-    if module is None or file is None or module.__name__ in ("__main__", "areal", "realhf"):
-        return None
-    installed = {sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
-    return None if any(Path(file).is_relative_to(path) for path in installed) else module
+
+class _ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Sends functions and classes of the user's own modules by value, wherever it meets them."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        super().__init__(file)
+        self.travelling: list[ModuleType] = []
+
+    def reducer_override(self, obj: Any) -> Any:
+        module = _own_module(obj.__module__ or "") if isinstance(obj, type | FunctionType) else None
+        if module is not None and module.__name__ not in cloudpickle.list_registry_pickle_by_value():
+            cloudpickle.register_pickle_by_value(module)
+            self.travelling.append(module)
+        return super().reducer_override(obj)
 
 
-@contextmanager
-def _travelling(module: ModuleType | None) -> Iterator[None]:
-    """Objects of this module are packed by value meanwhile."""
-    if module is None or module.__name__ in cloudpickle.list_registry_pickle_by_value():
-        yield
-        return
-    cloudpickle.register_pickle_by_value(module)
+def _dumps_by_value(value: Any) -> bytes:
+    file = io.BytesIO()
+    pickler = _ByValuePickler(file)
     try:
-        yield
+        pickler.dump(value)
     finally:
-        cloudpickle.unregister_pickle_by_value(module)
+        for module in pickler.travelling:
+            cloudpickle.unregister_pickle_by_value(module)
+    return file.getvalue()
+
+
+def _own_module(name: str) -> ModuleType | None:
+    """The module of that name, if it is the user's own: a source file that was not installed."""
+    module = sys.modules.get(name)
+    file = Path(getattr(module, "__file__", None) or "")
+    if module is None or file.suffix != ".py" or name.partition(".")[0] in ("__main__", "areal", "realhf"):
+        return None
+    standard = [sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib")]
+    installed = {"site-packages", "dist-packages"}.intersection(file.parts)
+    return None if installed or any(file.is_relative_to(path) for path in standard) else module
 
 
 @dataclass(frozen=True)

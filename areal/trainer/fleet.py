@@ -87,8 +87,8 @@ class Fleet(Closing):
             setup = WorkerSetup(
                 rollout=config.rollout,
                 gconfig=config.gconfig,
-                workflow=workflow.pack(by_value=elsewhere),
-                eval_workflow=eval_workflow.pack(by_value=elsewhere),
+                workflow=workflow.pack(by_value=elsewhere, reward_fn=config.reward_fn),
+                eval_workflow=eval_workflow.pack(by_value=elsewhere, reward_fn=config.reward_fn),
                 engines=[],
                 tokenizer_path=str(tokenizer),
                 max_positions=max_positions(model),

@@ -1,9 +1,11 @@
 """What `workflow=` takes."""
 
+import importlib
 import pickle
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import cloudpickle
 import pytest
 
 from areal.api.errors import WorkflowError
+from areal.api.reward_api import AsyncRewardWrapper
 from areal.api.workflow_api import RolloutWorkflow
 from areal.config.rollout import GenerationHyperparameters
 from areal.rollout.loading import Fillers, WorkflowSpec, check, is_rollout_workflow, load
@@ -317,30 +320,130 @@ def test_spec_is_plain_data_on_its_way():
 LOAD_ELSEWHERE = """
 import sys
 from areal.rollout.loading import Fillers, WorkflowSpec, load
-agent = load(WorkflowSpec.unpack(sys.stdin.buffer.read()), Fillers(None, None))
+agent = load(WorkflowSpec.unpack(sys.stdin.buffer.read()), Fillers(None, None, sys.argv[1]))
 print(type(agent).__name__, agent.size, agent.__class__.__module__ in sys.modules)
+"""
+SCORE_ELSEWHERE = """
+import asyncio, sys
+from areal.api.reward_api import AsyncRewardWrapper
+from areal.rollout.loading import Fillers, WorkflowSpec, load
+workflow = load(WorkflowSpec.unpack(sys.stdin.buffer.read()), Fillers(None, None, sys.argv[1]))
+print(asyncio.run(AsyncRewardWrapper(workflow.reward_fn)("prompt", "completion")))
+"""
+REWARDS = """
+from functools import partial
+from only_here import score
+
+FACTOR = 10
+
+class Judge:
+    def __init__(self, factor):
+        self.factor = factor
+
+    def __call__(self, prompt, completion):
+        return self.score(prompt, completion)
+
+    def score(self, prompt, completion):
+        return self.factor * score(prompt, completion)
+
+def tenfold(prompt, completion):
+    return FACTOR * score(prompt, completion)
+
+def _times(prompt, completion, factor):
+    return factor * score(prompt, completion)
+
+thirtyfold = partial(_times, factor=30)
 """
 
 
-@pytest.mark.slow
-def test_a_module_of_the_users_own_travels_to_a_host_that_does_not_have_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def _load_elsewhere(code: str, packed: bytes, reward_fn: str = "") -> "subprocess.CompletedProcess[str]":
+    argv = [sys.executable, "-c", code, reward_fn]
+    done = subprocess.run(argv, input=packed, capture_output=True, timeout=60)
+    return subprocess.CompletedProcess(argv, done.returncode, done.stdout.decode(), done.stderr.decode())
+
+
+@pytest.fixture
+def own_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Modules that no other process finds."""
     (tmp_path / "only_here.py").write_text(MODULE)
+    (tmp_path / "own_rewards.py").write_text(REWARDS)
     monkeypatch.syspath_prepend(tmp_path)
+    yield importlib.import_module("own_rewards")
+    for name in ("only_here", "own_rewards"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("own_modules")
+def test_a_module_of_the_users_own_travels_to_a_host_that_does_not_have_it() -> None:
     spec = WorkflowSpec("only_here.MyAgent", {"size": 7})
-
-    def load_elsewhere(packed: bytes) -> "subprocess.CompletedProcess[str]":
-        argv = [sys.executable, "-c", LOAD_ELSEWHERE]
-        done = subprocess.run(argv, input=packed, capture_output=True, timeout=60)
-        return subprocess.CompletedProcess(argv, done.returncode, done.stdout.decode(), done.stderr.decode())
-
-    assert "No module named 'only_here'" in load_elsewhere(spec.pack()).stderr
-    loaded = load_elsewhere(spec.pack(by_value=True))
+    refused = _load_elsewhere(LOAD_ELSEWHERE, spec.pack()).stderr
+    assert "No module named 'only_here'" in refused
+    loaded = _load_elsewhere(LOAD_ELSEWHERE, spec.pack(by_value=True))
     assert loaded.stdout.split() == ["MyAgent", "7", "False"], loaded.stderr
     assert "only_here" not in cloudpickle.list_registry_pickle_by_value()
+
+
+REWARD_FUNCTIONS: dict[str, tuple[Callable[[Any], Any], float]] = {
+    "an import string": (lambda rewards: "own_rewards.tenfold", 20.0),
+    "an import string of a partial": (lambda rewards: "own_rewards.thirtyfold", 60.0),
+    "a function": (lambda rewards: rewards.tenfold, 20.0),
+    "a partial": (lambda rewards: partial(rewards._times, factor=2), 4.0),
+    "an instance": (lambda rewards: rewards.Judge(5), 10.0),
+    "a bound method": (lambda rewards: rewards.Judge(6).score, 12.0),
+    "a wrapper": (lambda rewards: AsyncRewardWrapper(rewards.tenfold).reward_fn, 20.0),
+    "a lambda": (lambda rewards: lambda prompt, completion: 7.0, 7.0),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", REWARD_FUNCTIONS)
+def test_a_reward_function_of_the_users_own_travels_to_a_host_that_does_not_have_it(
+    kind: str, own_modules: Any
+) -> None:
+    make, reward = REWARD_FUNCTIONS[kind]
+    packed = WorkflowSpec(Episode, {"reward_fn": make(own_modules)}).pack(by_value=True)
+    scored = _load_elsewhere(SCORE_ELSEWHERE, packed)
+    assert scored.stdout.split() == [str(reward)], scored.stderr
+    assert not cloudpickle.list_registry_pickle_by_value()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("own_modules")
+def test_the_reward_function_of_the_config_travels_too() -> None:
+    packed = WorkflowSpec(Episode).pack(by_value=True, reward_fn="own_rewards.tenfold")
+    scored = _load_elsewhere(SCORE_ELSEWHERE, packed, "own_rewards.tenfold")
+    assert scored.stdout.split() == ["20.0"], scored.stderr
+
+
+@pytest.mark.slow
+def test_a_module_that_is_not_there_is_named_with_the_remedy(own_modules: Any) -> None:
+    refused = _load_elsewhere(SCORE_ELSEWHERE, WorkflowSpec(Episode, {"reward_fn": own_modules.tenfold}).pack())
+    assert "No module named" in refused.stderr
+    assert "install it on that host, or set PYTHONPATH" in refused.stderr
+
+
+def test_a_reward_function_that_cannot_travel_is_refused_with_the_remedy() -> None:
+    lock = threading.Lock()
+    spec = WorkflowSpec(Episode, {"reward_fn": lambda prompt, completion: float(lock.locked())})
+    with pytest.raises(WorkflowError, match="cannot be sent to a rollout worker: TypeError.*make in __init__"):
+        spec.pack(by_value=True)
+    assert not cloudpickle.list_registry_pickle_by_value()
 
 
 def test_installed_modules_travel_by_name() -> None:
     packed = WorkflowSpec("areal.workflow.openai.math_agent.MathAgent").pack(by_value=True)
     assert pickle.loads(packed).target == "areal.workflow.openai.math_agent.MathAgent"
+
+
+def test_an_installed_reward_function_travels_by_name() -> None:
+    spec = WorkflowSpec("areal.workflow.RLVRWorkflow")
+    packed = spec.pack(by_value=True, reward_fn="areal.reward.exact_match_reward")
+    assert pickle.loads(packed).kwargs == {"reward_fn": "areal.reward.exact_match_reward"}
+
+
+def test_an_agent_that_takes_no_reward_function_is_given_none() -> None:
+    packed = WorkflowSpec("areal.workflow.openai.math_agent.MathAgent").pack(
+        by_value=True, reward_fn="areal.reward.exact_match_reward"
+    )
+    assert pickle.loads(packed).kwargs == {}
