@@ -426,7 +426,7 @@ def test_a_module_that_is_not_there_is_named_with_the_remedy(own_modules: Any) -
 def test_a_reward_function_that_cannot_travel_is_refused_with_the_remedy() -> None:
     lock = threading.Lock()
     spec = WorkflowSpec(Episode, {"reward_fn": lambda prompt, completion: float(lock.locked())})
-    with pytest.raises(WorkflowError, match="cannot be sent to a rollout worker: TypeError.*make in __init__"):
+    with pytest.raises(WorkflowError, match=r"cannot be sent to a rollout worker: TypeError.*make in __init__"):
         spec.pack(by_value=True)
     assert not cloudpickle.list_registry_pickle_by_value()
 

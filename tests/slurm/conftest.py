@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster import Hosts, SlurmCluster, missing_programs
+
+from benchmarks.clusters import Hosts, SlurmCluster, missing_programs
 
 
 @pytest.fixture(scope="session")

@@ -8,11 +8,11 @@ import sys
 from collections.abc import AsyncIterator
 
 import pytest
-from cluster import LOGIN, Hosts, SlurmCluster, until
 
 from areal.api.errors import PlacementRefused
 from areal.infra.scheduler.base import Ask, KeeperStart
 from areal.infra.scheduler.slurm import SlurmLauncher
+from benchmarks.clusters import LOGIN, Hosts, SlurmCluster, until
 
 READ_AND_SAY = "import sys, os; print(os.uname().nodename, sys.stdin.read()); sys.exit(3)"
 WAIT = "import sys, time; sys.stdin.read(); time.sleep(600)"

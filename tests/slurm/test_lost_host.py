@@ -8,13 +8,13 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
-from cluster import LOGIN, Hosts, until
 
 from areal.infra.rpc.connect import DriverListener
 from areal.infra.rpc.wire import api_wire
 from areal.infra.scheduler import Command, Scheduler
 from areal.infra.scheduler.base import Ask, KeeperStart, child_environment
 from areal.infra.scheduler.local import LocalKeeper
+from benchmarks.clusters import LOGIN, Hosts, until
 
 NOTICE_SECONDS = 10.0
 PAUSE = "import signal; print('here', flush=True); signal.pause()"

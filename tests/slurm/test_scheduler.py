@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from cluster import LOGIN, Hosts, SlurmCluster, until
 
 from areal.infra.scheduler import Ask, Command, Scheduler
 from areal.infra.scheduler.slurm import SlurmLauncher
+from benchmarks.clusters import LOGIN, Hosts, SlurmCluster, until
 
 GONE_SECONDS = 3.0
 WITH_DAEMON = """

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster import SlurmCluster, until
 
 from areal.api.errors import PlacementRefused
 from areal.cli.submit import submit
+from benchmarks.clusters import SlurmCluster, until
 
 
 @pytest.fixture(autouse=True)

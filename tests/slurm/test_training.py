@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import Hosts, SlurmCluster, until
 
 import areal
+from benchmarks.clusters import Hosts, SlurmCluster, until
 
 CONFIG = Path(areal.__file__).parents[1] / "examples/agent_workflow/config.yaml"
 SMALL = (

@@ -1,25 +1,35 @@
-"""Hosts in namespaces of this machine, and a real Slurm over them. Needs root, iproute2, munge and Slurm's programs.
+"""Hosts in namespaces of this machine, and a real Slurm or Ray over them, for tests and benchmarks.
 
 Each host has a network, a host name, shared memory and /tmp of its own, so that nothing can reach another host by
-loopback, by a Unix socket or by shared memory. The other files of the machine are the same everywhere. The test itself
-runs on the "login node", which every host reaches by `LOGIN`.
+loopback, by a Unix socket or by shared memory. The other files of the machine are the same everywhere. The machine
+itself is the "login node", which every host reaches by `LOGIN`. Needs root and iproute2, Slurm also munge and its own
+programs.
 """
 
+import fcntl
 import os
 import secrets
 import shutil
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
 NETWORK = "10.77.0"
 LOGIN = f"{NETWORK}.254"
 BRIDGE = "arealbr0"
 CONTROL_PORT, NODE_PORT = 27817, 27818
 READY_SECONDS = 30.0
+RAY_PORT = 27819
+RAY_READY_SECONDS = 100.0
+LOCK = Path("/run/areal-hosts.lock")
+"""Held while hosts are up: a machine has them once."""
+HOST_PROGRAMS = ("ip", "nsenter", "unshare")
+SLURM_PROGRAMS = ("slurmctld", "slurmd", "srun", "munged")
 
 
 class Hosts:
@@ -28,9 +38,20 @@ class Hosts:
     def __init__(self, count: int) -> None:
         self.names = [f"h{number}" for number in range(1, count + 1)]
         self._holders: dict[str, subprocess.Popen[bytes]] = {}
+        self._lock: IO[bytes] | None = None
 
     def up(self) -> None:
-        self.down()  # what an earlier test run left
+        """Raises RuntimeError if this machine cannot have them."""
+        if (why := why_no_hosts()) is not None:
+            raise RuntimeError(why)
+        self._lock = LOCK.open("wb")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._lock.close()
+            self._lock = None
+            raise RuntimeError("other tests on this machine use its hosts; wait for their end") from None
+        self._remove()  # what tests that were killed have left
         _run("ip", "link", "add", BRIDGE, "type", "bridge")
         _run("ip", "addr", "add", f"{LOGIN}/24", "dev", BRIDGE)
         _run("ip", "link", "set", BRIDGE, "up")
@@ -47,10 +68,19 @@ class Hosts:
             self._holders[name] = _hold(name)
 
     def down(self) -> None:
+        """Whatever still runs on a host is killed."""
+        for name in self._holders:
+            self.kill_all(name)
         for holder in self._holders.values():
             holder.kill()
             holder.wait(5)
         self._holders.clear()
+        self._remove()
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def _remove(self) -> None:
         for name in self.names:
             _run("ip", "netns", "del", name, check=False)
             _run("ip", "link", "del", f"v{name}", check=False)
@@ -60,6 +90,18 @@ class Hosts:
         """A command line that runs `argv` on that host."""
         # By the holder's process and not by `ip netns exec`, which would hide the control groups.
         return ["nsenter", "-t", str(self._holders[name].pid), "-n", "-u", "-m", *argv]
+
+    def path(self, name: str, path: str) -> Path:
+        """The way to a path of that host, of its own /tmp for one."""
+        return Path(f"/proc/{self._holders[name].pid}/root{path}")
+
+    def address(self, name: str) -> str:
+        return f"{NETWORK}.{self.names.index(name) + 1}"
+
+    def kill_all(self, name: str) -> None:
+        for pid in self.processes(name):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def pull_cable(self, name: str) -> None:
         _run("ip", "link", "set", f"v{name}", "down")
@@ -77,6 +119,12 @@ class Hosts:
                 if int(entry) != holder and os.readlink(f"/proc/{entry}/ns/net") == network:
                     found.add(int(entry))
         return found
+
+    def of_runs(self) -> set[int]:
+        """Keepers on any host, and the commands that they run."""
+        words = ("areal/infra/scheduler/keeper.py", "-m areal.")
+        everywhere = {pid for name in self.names for pid in self.processes(name)}
+        return {pid for pid in everywhere if any(word in command_line(pid) for word in words)}
 
 
 class SlurmCluster:
@@ -115,9 +163,7 @@ class SlurmCluster:
             with suppress(FileNotFoundError, ValueError, ProcessLookupError):
                 os.kill(int(path.read_text()), signal.SIGKILL)
         for name in self._hosts.names:  # what a failed test left on a node
-            for pid in self._hosts.processes(name):
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            self._hosts.kill_all(name)
 
     def run(self, *argv: str, check: bool = True) -> str:
         """What a Slurm command prints."""
@@ -167,8 +213,69 @@ class SlurmCluster:
         return "\n".join([*(f"{name}={value}" for name, value in lines.items()), *nodes, partition, ""])
 
 
-def missing_programs() -> list[str]:
-    return [name for name in ("slurmctld", "slurmd", "munged", "ip", "nsenter") if shutil.which(name) is None]
+class RayCluster:
+    """A node of Ray on each host, the head on the first; drivers run on a host too."""
+
+    def __init__(self, hosts: Hosts, cpus: int) -> None:
+        """`cpus`: what each node says it has."""
+        self._hosts = hosts
+        self._cpus = cpus
+
+    @property
+    def head(self) -> str:
+        """The host that has it."""
+        return self._hosts.names[0]
+
+    @property
+    def address(self) -> str:
+        return f"{self._hosts.address(self.head)}:{RAY_PORT}"
+
+    def up(self) -> None:
+        for name in self._hosts.names:
+            self.start(name)
+
+    def start(self, name: str) -> None:
+        """A node on that host, in place of whatever runs there."""
+        self._hosts.kill_all(name)
+        ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--disable-usage-stats"]
+        ray += [f"--node-ip-address={self._hosts.address(name)}", f"--num-cpus={self._cpus}"]
+        ray += [f"--object-store-memory={100 << 20}"]
+        if name == self.head:
+            ray += ["--head", f"--port={RAY_PORT}", "--include-dashboard=false"]
+        else:
+            ray += [f"--address={self.address}"]
+        _run(*self._hosts.inside(name, *ray), env=self.env, seconds=RAY_READY_SECONDS)
+
+    def down(self) -> None:
+        for name in self._hosts.names:
+            self._hosts.kill_all(name)
+
+    @property
+    def env(self) -> dict[str, str]:
+        """Ray's monitor of memory would look at the whole machine, which is not the cluster's alone."""
+        return {"RAY_memory_monitor_refresh_ms": "0"}
+
+
+def why_no_hosts() -> str | None:
+    """Why this machine cannot have hosts in namespaces; None = it can."""
+    if os.getuid() != 0:
+        return "hosts in namespaces need root"
+    if missing := missing_programs(HOST_PROGRAMS):
+        return f"hosts in namespaces need the programs {', '.join(missing)}"
+    refused = subprocess.run(["unshare", "--net", "--mount", "--uts", "true"], capture_output=True, text=True)
+    return f"no namespaces here: {refused.stderr.strip()}" if refused.returncode else None
+
+
+def missing_programs(names: tuple[str, ...] = SLURM_PROGRAMS) -> list[str]:
+    return [name for name in names if shutil.which(name) is None]
+
+
+def command_line(pid: int) -> str:
+    """Empty if the process has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""
 
 
 def until(condition: Callable[[], bool], seconds: float, what: str) -> None:
@@ -190,11 +297,8 @@ def _hold(name: str) -> "subprocess.Popen[bytes]":
     return holder
 
 
-def _run(*argv: str, env: dict[str, str] | None = None, check: bool = True) -> str:
-    done = subprocess.run(argv, env={**os.environ, **(env or {})}, capture_output=True, text=True, timeout=60)
+def _run(*argv: str, env: dict[str, str] | None = None, check: bool = True, seconds: float = 60.0) -> str:
+    done = subprocess.run(argv, env={**os.environ, **(env or {})}, capture_output=True, text=True, timeout=seconds)
     if check and done.returncode:
         raise RuntimeError(f"{' '.join(argv)} failed: {done.stderr.strip()}")
     return done.stdout
-
-
-__all__: Sequence[str] = ("LOGIN", "Hosts", "SlurmCluster", "missing_programs", "until")
