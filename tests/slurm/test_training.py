@@ -27,13 +27,39 @@ SMALL = (
     "scheduler.type=slurm",
     "scheduler.nodes=2",
 )
-RUN_SECONDS = 120
+RUN_SECONDS = 240
 AGENT = """
 from areal.workflow.openai.math_agent import MathAgent
 
 class OwnAgent(MathAgent):
     '''In a module that no other host has.'''
 """
+REWARDS = """
+SCORE = 0.5
+
+def half(prompt, completion, prompt_ids, completion_ids, answer, **data):
+    return SCORE if completion.strip() == answer else 0.0
+"""
+OWN_REWARD = """
+import own_rewards
+class Judge:
+    def __init__(self, score):
+        self.score = score
+    def __call__(self, prompt, completion, prompt_ids, completion_ids, **data):
+        return 0.5 * self.score(prompt, completion, prompt_ids, completion_ids, **data)
+def made(by):
+    def quarter(*args, **kwargs):
+        return by(*args, **kwargs)
+    return quarter
+"""
+SCRIPT = """
+import sys; from areal import PPOTrainer; from areal.api.cli_args import GRPOConfig, load_expr_config
+{definitions}
+if __name__ == "__main__":
+    config, _ = load_expr_config(sys.argv[1:], GRPOConfig)
+    with PPOTrainer(config) as trainer: trainer.train(workflow=config.workflow, workflow_kwargs={{{arguments}}})
+"""
+pytestmark = pytest.mark.timeout(2 * RUN_SECONDS)
 
 
 @pytest.fixture
@@ -45,17 +71,17 @@ def model(tiny_math: Path, tmp_path: Path) -> Path:
 class Driver:
     """A driver on the login node: a script that asks Slurm for an allocation by itself."""
 
-    def __init__(self, cluster: SlurmCluster, directory: Path, *settings: str) -> None:
-        script = (
-            "import sys; from areal import PPOTrainer; from areal.api.cli_args import GRPOConfig, load_expr_config\n"
-            "config, _ = load_expr_config(sys.argv[1:], GRPOConfig)\n"
-            "with PPOTrainer(config) as trainer: trainer.train(workflow=config.workflow)\n"
-        )
+    def __init__(
+        self, cluster: SlurmCluster, directory: Path, *settings: str, definitions: str = "", arguments: str = ""
+    ) -> None:
+        """The script may define something, and pass arguments to its workflow."""
+        script = directory / "script.py"
+        script.write_text(SCRIPT.format(definitions=definitions, arguments=arguments))
         self.run_dir = directory / "runs/sort/one"
         self._log = directory / "driver.log"
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", script, "--config", str(CONFIG), *SMALL, *settings],
+                [sys.executable, str(script), "--config", str(CONFIG), *SMALL, *settings],
                 cwd=directory,
                 env={**os.environ, **cluster.env, "PYTHONPATH": str(directory)},
                 stdout=log,
@@ -102,6 +128,31 @@ def test_an_agent_trains_across_two_hosts_that_have_neither_the_model_nor_its_mo
     assert 0 < summary["max_logprob_difference"] < 1e-4, "the trainer computes what the engines on other hosts sampled"
     assert max(row["version_max"] for row in rollouts) > 0, "new weights reached the engines"
     until(lambda: not _of_the_run(hosts), 5, "hosts without processes of the run")
+
+
+@pytest.mark.parametrize(
+    ("setting", "arguments", "rewards"),
+    [
+        ("reward_fn=own_rewards.half", "", {0.0, 0.5}),  # an import string in the config
+        ("", "'reward_fn': made(Judge(own_rewards.half))", {0.0, 0.25}),  # a local function, around objects of __main__
+    ],
+)
+def test_a_reward_function_that_no_other_host_has_travels_by_value(
+    cluster: SlurmCluster, model: Path, tmp_path: Path, setting: str, arguments: str, rewards: set[float]
+) -> None:
+    (tmp_path / "own_rewards.py").write_text(REWARDS)
+    driver = Driver(
+        cluster,
+        tmp_path,
+        f"actor.path={model}",
+        "workflow=areal.workflow.RLVRWorkflow",
+        "total_train_steps=2",
+        *filter(None, [setting]),
+        definitions=OWN_REWARD,
+        arguments=arguments,
+    )
+    assert driver.wait() == 0, driver.text
+    assert {row["reward"] for row in driver.rollouts()} == rewards
 
 
 def test_a_killed_worker_on_another_host_costs_no_group(
