@@ -117,7 +117,7 @@ async def engine_of(model: Path, backend: str, python: str, apart: bool, logs: P
             await processes.start(engines.members)
             await connections.follow(engines.serving)
         try:
-            yield engines, group, shipper
+            yield engines, group, shipper, processes.shared_memory
         except EngineError as error:
             raise (failures or [error])[0] from None
     finally:
@@ -129,9 +129,9 @@ async def engine_of(model: Path, backend: str, python: str, apart: bool, logs: P
 async def measure(model: Path, backend: str, python: str, apart: bool, versions: int) -> Times:
     times, published = Times(), dict[int, str]()
     weights = open_trainable(model)
-    with tempfile.TemporaryDirectory(prefix="areal-", dir="/dev/shm") as shared, tempfile.TemporaryDirectory() as logs:
-        writer = WeightWriter(Path(shared), weights.named_weights())
-        async with engine_of(model, backend, python, apart, Path(logs)) as (engines, group, shipper):
+    with tempfile.TemporaryDirectory() as logs:
+        async with engine_of(model, backend, python, apart, Path(logs)) as (engines, group, shipper, shared):
+            writer = WeightWriter(shared, weights.named_weights())
 
             async def publish(version: int) -> None:
                 began = time.monotonic()

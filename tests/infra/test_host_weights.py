@@ -25,7 +25,7 @@ from areal.infra.rpc.host_weights import IN_FLIGHT, HostWeights
 from areal.infra.rpc.shipping import READ_WEIGHTS, Shipper
 from areal.infra.rpc.wire import api_wire
 
-PIECES = 12
+PIECES = 24
 PIECE_BYTES = 1 << 16
 DEADLINE_SECONDS = 60.0
 FETCH = """

@@ -32,7 +32,7 @@ from areal.api.errors import ArealError, WeightMismatch
 from areal.infra.rpc.channel import Channel, ChannelClosed
 from areal.infra.rpc.shipping import PIECE_BYTES, PIECE_SECONDS, READ_WEIGHTS, digest_of_piece
 
-IN_FLIGHT = 4
+IN_FLIGHT = 8
 """Pieces that are asked for at the same time: while one travels, others are read, sealed, checked and written."""
 MOST_CONNECTIONS = 3
 """For one version: a connection that breaks is made again."""

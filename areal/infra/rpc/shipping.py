@@ -23,8 +23,8 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgp
 """Files that do not travel with a model: its weights come when they are published."""
 MAX_FILES_BYTES = 128 << 20
 FILES_SECONDS = 120.0
-PIECE_BYTES = 4 << 20
-"""Weights travel in such pieces: sealing one keeps the driver's event loop for some milliseconds."""
+PIECE_BYTES = 1 << 20
+"""Weights travel in such pieces: one keeps the driver's event loop for a millisecond or two, and fits caches."""
 PIECE_SECONDS = 60.0
 """How long one may take to arrive."""
 READ_WEIGHTS = "read_weights"
