@@ -23,6 +23,7 @@ class EngineProcess:
     listener: DriverListener
     placement: Placement
     arrival: ConnectedProcess
+    shipper: Shipper
 
     async def connect(self) -> "ControlledEngine":
         """An engine over a connection of its own, as a rollout worker has it, and with the driver's control of it."""
@@ -56,7 +57,8 @@ class ControlledEngine(RemoteEngine):
 async def engine_process(
     model: Path, log: Path, program: tuple[str, ...] = ("-m", "areal.engine.inference.server")
 ) -> AsyncIterator[EngineProcess]:
-    scheduler, listener = LocalScheduler(), DriverListener(api_wire(), Shipper([model]).handlers)
+    shipper = Shipper([model])
+    scheduler, listener = LocalScheduler(), DriverListener(api_wire(), shipper.handlers)
     await listener.open()
     try:
         argv = [sys.executable, *program, str(model)]
@@ -64,7 +66,7 @@ async def engine_process(
         env = listener.env | {"OMP_NUM_THREADS": "1", "PYTHONPATH": ":".join(path for path in sys.path if path)}
         placement = await scheduler.start(Command("engine", argv, log, env, secret=listener.secret))
         arrival = await listener.expect("engine", 0, placement, timeout_seconds=START_SECONDS)
-        yield EngineProcess(listener, placement, arrival)
+        yield EngineProcess(listener, placement, arrival, shipper)
     finally:
         await listener.close()
         await scheduler.close()

@@ -8,15 +8,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from engine_kinds import until
 from engine_process import engine_process
 from tiny_models import write_model
 
 from areal.api.engine_api import WeightUpdate
-from areal.api.errors import EngineError, ProcessDied, RequestError
+from areal.api.errors import EngineError, ProcessDied, RequestError, WeightMismatch
 from areal.api.io_struct import ModelRequest
 from areal.config.rollout import GenerationHyperparameters
 from areal.engine.inference.remote import RemoteEngine
+from areal.engine.model.published import WeightWriter
+from areal.engine.models import open_trainable
 from areal.infra.rpc.channel import ChannelClosed
 from areal.infra.rpc.connect import connect
 from areal.infra.rpc.wire import api_wire
@@ -69,6 +72,33 @@ async def test_a_worker_may_generate_and_control_nothing(model: Path, tmp_path: 
         assert len((await asyncio.wait_for(worker.agenerate(short), 30)).output_tokens) == 4
         await engine.driver.pause()
         assert (await worker.health()).paused
+
+
+async def test_a_server_fetches_weights_that_are_not_on_its_host_while_it_generates(
+    model: Path, tmp_path: Path
+) -> None:
+    decoder = open_trainable(model)
+    (tmp_path / "published").mkdir()
+    writer = WeightWriter(tmp_path / "published", decoder.named_weights())
+    async with engine_process(model, tmp_path / "log") as process:
+        engine = await process.connect()
+        request = replace(REQUEST, gconfig=REQUEST.gconfig.new(max_new_tokens=600))
+        answering = asyncio.create_task(engine.agenerate(request))
+        for version in (1, 2, 3):
+            with torch.no_grad():
+                decoder.flat.mul_(1.01)
+            process.shipper.published = update = writer.write(version)
+            elsewhere = replace(update, path="/on/another/host")
+            await asyncio.wait_for(engine.stage_weights(elsewhere), 60)
+            await asyncio.wait_for(engine.update_weights(elsewhere), 60)
+            health = await engine.health()
+            assert (health.version, health.digest) == (version, update.digest)
+        with torch.no_grad():
+            decoder.flat.mul_(1.01)
+        gone = replace(writer.write(4), path="/on/another/host")
+        with pytest.raises(WeightMismatch, match="version 4 cannot be fetched any more; published is 3"):
+            await asyncio.wait_for(engine.stage_weights(gone), 60)
+        assert len((await asyncio.wait_for(answering, 60)).output_tokens) == 600
 
 
 async def test_a_server_whose_engine_has_failed_ends_with_the_cause(model: Path, tmp_path: Path) -> None:
