@@ -23,6 +23,8 @@ GREEDY_BELOW = 1e-4
 """Smaller temperatures are greedy: logits divided by them might leave float32."""
 MAX_TEMPERATURE = 3.4e38
 """What float32 holds."""
+URL_SCHEMES = ("http://", "https://")
+"""Of the addresses of vLLM's and SGLang's own servers."""
 MAX_COUNT = 2**31
 """Of tokens, samples and the like; far more than any model has."""
 
@@ -251,8 +253,9 @@ class RolloutConfig(Resources):
     engine_args: list[str] = field(default_factory=list)
     """Further arguments of vLLM's or SGLang's server, e.g. [--max-model-len, "32768"]."""
     addresses: list[str] = field(default_factory=list)
-    """Engine servers that run already, as unix:PATH or tcp:HOST:PORT, in place of those that `backend` starts; empty =
-    none run. Started by `python -m areal.engine.inference.server MODEL --listen ADDRESS`."""
+    """Servers that run already, in place of those that `backend` starts; empty = none run. Either engine servers of
+    this package, as unix:PATH or tcp:HOST:PORT, started by `python -m areal.engine.inference.server MODEL --listen
+    ADDRESS`; or, with backend=vllm or sglang, servers of vLLM or SGLang, as http://HOST:PORT."""
     secret_file: str = ""
     """A file with the secret of the servers at `addresses`; empty = that of the environment variable
     AREAL_ENGINE_SECRET."""
@@ -277,6 +280,11 @@ class RolloutConfig(Resources):
         return -(-self.max_concurrent_rollouts // self.agent.subproc_max_workers)
 
     @property
+    def server_urls(self) -> list[str]:
+        """The vLLM or SGLang servers among `addresses`, each of which gets an engine process of the run."""
+        return [address for address in self.addresses if address.startswith(URL_SCHEMES)]
+
+    @property
     def engine_secret(self) -> bytes:
         """Of the servers at `addresses`; empty = they have none."""
         return find_key(None, self.secret_file or None, ENGINE_SECRET_VARIABLE, "rollout.secret_file").encode()
@@ -285,15 +293,7 @@ class RolloutConfig(Resources):
         super().__post_init__()
         require_device_name("device", self.device)
         Backend.parse(self.backend)
-        for address in self.addresses:
-            require(
-                address.startswith(("unix:", "tcp:")),
-                f"addresses must be unix:PATH or tcp:HOST:PORT, got {address!r}",
-            )
-        require(
-            not self.addresses or self.backend == "embedded",
-            f"the servers at addresses are what they are, got backend={self.backend} too; leave one of them out",
-        )
+        self._check_addresses()
         require(
             self.max_head_offpolicyness >= 0,
             f"max_head_offpolicyness must be >= 0, got {self.max_head_offpolicyness}; use 0 for synchronous training",
@@ -312,4 +312,24 @@ class RolloutConfig(Resources):
         require(
             not self.in_process or self.num_workers == 1,
             f"in_process runs one worker inside the driver, got num_workers={self.num_workers}; set it to 1",
+        )
+
+    def _check_addresses(self) -> None:
+        urls, backend = self.server_urls, self.backend
+        for address in self.addresses:
+            require(
+                address in urls or address.startswith(("unix:", "tcp:")),
+                f"addresses must be unix:PATH, tcp:HOST:PORT or, of vLLM or SGLang, http://HOST:PORT, got {address!r}",
+            )
+        require(
+            not urls or len(urls) == len(self.addresses),
+            f"addresses must be those of engine servers, or of vLLM or SGLang, got both: {', '.join(self.addresses)}",
+        )
+        require(
+            not urls or backend in ("vllm", "sglang"),
+            f"the servers at {', '.join(urls)} need backend=vllm or backend=sglang, whichever they are, got {backend}",
+        )
+        require(
+            not self.addresses or bool(urls) or backend == "embedded",
+            f"the servers at addresses are what they are, got backend={backend} too; leave one of them out",
         )

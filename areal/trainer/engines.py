@@ -89,12 +89,14 @@ class Engines:
     ) -> "Engines":
         """The engines that the config asks for, not started yet; `threads` are shared out among them."""
         engines, backend = cls(on_change), Backend.parse(rollout.backend)
-        if rollout.addresses:
+        urls = rollout.server_urls
+        if rollout.addresses and not urls:
             secret = rollout.engine_secret
             doors: list[EngineDoor] = [_RunningServer(each, secret, processes) for each in rollout.addresses]
         else:
-            env = {"OMP_NUM_THREADS": str(max(1, threads // backend.servers))}
-            doors = [_OwnServer(index, backend, rollout, model, processes, env) for index in range(backend.servers)]
+            count = len(urls) or backend.servers
+            env = {"OMP_NUM_THREADS": str(max(1, threads // count))}
+            doors = [_OwnServer(index, backend, rollout, model, processes, env) for index in range(count)]
         engines.members = [EngineMember(engines, door) for door in doors]
         return engines
 
@@ -254,10 +256,13 @@ class EngineMember:
 
 def engine_asks(rollout: RolloutConfig) -> list[Ask]:
     """What each server that the run starts needs of its host."""
-    backend = Backend.parse(rollout.backend)
+    backend, urls = Backend.parse(rollout.backend), rollout.server_urls
+    if rollout.addresses and not urls:
+        return []
+    count = len(urls) or backend.servers
     gpus = backend.gpus_each if rollout.gpus is None and backend.gpus_each > 1 else rollout.gpus
-    names = [ENGINE_ROLE] if backend.servers == 1 else [f"{ENGINE_ROLE} {index}" for index in range(backend.servers)]
-    return [ask(name, rollout, gpus) for name in names]
+    names = [ENGINE_ROLE] if count == 1 else [f"{ENGINE_ROLE} {index}" for index in range(count)]
+    return [ask(name, rollout, 0 if urls else gpus) for name in names]  # a server that runs already has its GPUs
 
 
 class EngineDoor(Protocol):
@@ -304,6 +309,8 @@ class _OwnServer:
             "--index": index,
         }
         words = [str(word) for option in options.items() for word in option]
+        if rollout.server_urls:
+            words.append(f"--url={rollout.server_urls[index]}")
         words += [f"--python={rollout.python}", *(f"--engine-arg={each}" for each in rollout.engine_args)]
         self._module = ["areal.engine.inference.server", str(model), *words]
 

@@ -49,9 +49,8 @@ def trainer_ask(config: PPOConfig) -> Ask:
 
 def all_asks(config: PPOConfig) -> list[Ask]:
     """What the processes of a run need of their hosts."""
-    engines = [] if config.rollout.addresses else engine_asks(config.rollout)
     workers = 0 if config.rollout.in_process else config.rollout.num_workers
-    return [trainer_ask(config), *engines, *(worker_ask(index) for index in range(workers))]
+    return [trainer_ask(config), *engine_asks(config.rollout), *(worker_ask(index) for index in range(workers))]
 
 
 class Fleet(Closing):

@@ -41,7 +41,17 @@ def test_impossible_numbers_are_refused(text: str, complaint: str) -> None:
 
 def test_addresses_replace_what_a_backend_would_start() -> None:
     assert RolloutConfig(addresses=["unix:/run/engine", "tcp:10.0.0.1:7000"]).addresses
-    with pytest.raises(ConfigError, match="unix:PATH or tcp:HOST:PORT"):
-        RolloutConfig(addresses=["http://10.0.0.1"])
+    with pytest.raises(ConfigError, match="must be unix:PATH, tcp:HOST:PORT or, of vLLM or SGLang, http://HOST:PORT"):
+        RolloutConfig(addresses=["10.0.0.1:7000"])
     with pytest.raises(ConfigError, match="leave one of them out"):
         RolloutConfig(addresses=["unix:/run/engine"], backend="vllm:d2")
+
+
+def test_addresses_of_vllm_and_sglang_go_with_their_backend() -> None:
+    urls = ["http://10.0.0.1:8000", "https://10.0.0.2"]
+    assert RolloutConfig(backend="vllm", addresses=urls).server_urls == urls
+    for backend in ("embedded", "vllm:d2"):
+        with pytest.raises(ConfigError, match=f"need backend=vllm or backend=sglang, .* got {backend}"):
+            RolloutConfig(backend=backend, addresses=urls)
+    with pytest.raises(ConfigError, match=r"got both: http://10\.0\.0\.1:8000, tcp:10\.0\.0\.1:7000"):
+        RolloutConfig(backend="vllm", addresses=[urls[0], "tcp:10.0.0.1:7000"])

@@ -139,6 +139,7 @@ def main() -> None:
 
 async def serve(host: str, port: int, mood: str) -> None:
     if mood == "deaf":
+        print("this stand-in answers nobody", flush=True)
         await asyncio.Event().wait()
     fake = FakeSglang(cumulative=mood == "cumulative")
     app = web.Application()

@@ -5,6 +5,8 @@ import os
 import select
 import shutil
 import signal
+import sys
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
 from dataclasses import replace
@@ -21,8 +23,9 @@ from tiny_models import training_engine, write_model
 from areal.api.engine_api import InferenceEngine, WeightUpdate
 from areal.api.errors import EngineError, EngineGone, RequestError, WeightMismatch
 from areal.api.io_struct import Grammar
-from areal.engine.inference.http_engine import HttpServer, initial_weights
-from areal.engine.inference.sglang import SglangEngine, open_sglang
+from areal.engine.inference.http_engine import initial_weights
+from areal.engine.inference.http_server import HttpServer
+from areal.engine.inference.sglang import SglangEngine, join_sglang, open_sglang
 from areal.utils.process_pool.descendants import children_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
@@ -36,7 +39,7 @@ class FakeSglangEngines:
         self.trainer = training_engine()
 
     async def open(self) -> SglangEngine:
-        engine = await SglangEngine.connect(HttpServer("SGLang", self.owner.server.address), self.model)
+        engine = await SglangEngine.join(HttpServer("SGLang", self.owner.server.address), self.model)
         await engine.server.post("/continue_generation", {})
         return engine
 
@@ -193,6 +196,35 @@ async def test_a_server_that_dies_fails_its_requests_with_the_end_of_its_output(
     assert ends(worker)
 
 
+async def test_a_server_that_runs_already_is_used_until_it_ends(fake_sglang: pytest.MonkeyPatch, model: Path) -> None:
+    owner = await open_sglang(model, timeout_seconds=60)
+    await owner.pause()  # its user ended in the middle of a change of weights
+    engine = await join_sglang(owner.server.address, model)
+    failed = asyncio.Event()
+    engine.on_failure = failed.set
+    assert (await answer(engine)).output_len == 12
+    assert owner.server.process is not None
+    (call,) = await begin(engine, max_new_tokens=3000)
+    os.kill(owner.server.process.pid, signal.SIGKILL)
+    with pytest.raises(EngineGone, match=r"SGLang at http://127\.0\.0\.1:.* cannot be reached"):
+        await soon(call)
+    await soon(failed.wait())
+    assert "cannot be reached" in str(engine.failure)
+    await engine.aclose()
+    with pytest.raises(EngineGone, match="cannot be reached"):
+        await join_sglang(owner.server.address, model)
+    await owner.aclose()
+
+
+async def test_cpu_seconds_are_those_of_the_server_too(engines: FakeSglangEngines, engine: InferenceEngine) -> None:
+    used = engines.owner.cpu_seconds()
+    await answer(engines.owner)
+    own = time.process_time()
+    assert engines.owner.cpu_seconds() > max(used, own)
+    assert isinstance(engine, SglangEngine)
+    assert engine.cpu_seconds() < engines.owner.cpu_seconds()  # the server is not its own
+
+
 async def test_a_server_that_dies_while_it_starts_is_reported_with_its_last_words(
     fake_sglang: pytest.MonkeyPatch, model: Path
 ) -> None:
@@ -209,6 +241,24 @@ async def test_a_server_that_never_answers_is_given_up_at_the_deadline(
     with pytest.raises(EngineError, match="must be ready within 2 s, got no answer"):
         await open_sglang(model, timeout_seconds=2)
     fake_sglang.delenv("AREAL_FAKE_SGLANG")
+
+
+@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGKILL])
+async def test_a_server_that_still_starts_ends_with_its_engine_process(
+    fake_sglang: pytest.MonkeyPatch, model: Path, tmp_path: Path, sign: signal.Signals
+) -> None:
+    words = [str(model), "--backend", "sglang", "--listen", f"unix:{tmp_path}/engine"]
+    owner = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "areal.engine.inference.server", *words),
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "AREAL_FAKE_SGLANG": "deaf", "PYTHONPATH": ":".join([os.environ["PYTHONPATH"], *sys.path])},
+    )
+    assert owner.stderr is not None
+    assert b"answers nobody" in await asyncio.wait_for(owner.stderr.readuntil(b"nobody"), 60)
+    (server,) = children_of(owner.pid)
+    owner.send_signal(sign)
+    assert await asyncio.wait_for(owner.wait(), 60) == (0 if sign is signal.SIGTERM else -sign)
+    assert ends(server)
 
 
 async def test_an_interpreter_that_does_not_exist_is_named(model: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from areal.api.engine_api import WeightUpdate
 from areal.config.training import OptimizerConfig
-from areal.engine.inference.http_engine import HttpServer
+from areal.engine.inference.http_server import HttpServer
 from areal.engine.inference.remote import RemoteEngine
 from areal.engine.inference.vllm import START_SECONDS, VllmEngine
 from areal.engine.model.architecture import read_architecture
@@ -97,7 +97,7 @@ class VllmEngines:
 
     async def open_directly(self) -> VllmEngine:
         """Without the process that holds the server, which must not change weights meanwhile."""
-        engine = await VllmEngine.connect(HttpServer("vLLM", f"unix:{self.vllm.socket}"), self.model)
+        engine = await VllmEngine.join(HttpServer("vLLM", f"unix:{self.vllm.socket}"), self.model)
         await engine.resume()
         return engine
 

@@ -165,6 +165,9 @@ class EmbeddedEngine:
         pauses, self._pauses = self._pauses, []
         return pauses
 
+    def cpu_seconds(self) -> float:
+        return time.process_time()
+
     async def aclose(self) -> None:
         if self._loop is not None:
             self._loop.cancel()

@@ -13,41 +13,28 @@ Invariants:
 import asyncio
 import hashlib
 import json
-import os
-import signal
-import sys
 import time
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, aclosing, suppress
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import aiohttp
-import orjson
+from typing import Any, Self
 
 from areal.api.engine_api import EngineHealth, WeightShard, WeightUpdate
 from areal.api.errors import EngineError, EngineGone, ModelError, RequestError, WeightMismatch
 from areal.api.io_struct import ModelRequest, ModelResponse, StopReason, TokenChunk
 from areal.engine.inference.grammar import GrammarCompiler
+from areal.engine.inference.http_server import HttpServer, ServerCommand
 from areal.engine.inference.sequence import SequenceState
 from areal.engine.model.published import WeightReader, whole_digest
-from areal.utils.logging import getLogger
+from areal.utils.hf_utils import load_hf_tokenizer
 
-logger = getLogger("engine")
-
-CONTROL_SECONDS = 60.0
-"""How long a control call may take, a change of weights aside."""
 LOAD_SECONDS = 600.0
 """How long a server may take to load weights."""
-LOOK_SECONDS = 0.25
-"""Between two looks whether a server that starts is ready: it tells nobody."""
-STOP_SECONDS = 10.0
-"""How long a server may take to end before it is killed."""
-TAIL_LINES = 30
-"""Lines of a server's output that come with the news of its death."""
+GATHER_SECONDS = 0.005
+"""So long a token may wait for those of other streams: the tokens of one step arrive one by one, and are sent together.
+"""
 BUSY_GAP_SECONDS = 1.0
 """Tokens that arrive closer together than this are of one interval of activity."""
 UNSEEN = -9999.0
@@ -92,7 +79,7 @@ class Drawn:
 class HttpEngine(ABC):
     """Implements `InferenceEngine` but for what a kind of server does in its own way: the abstract methods."""
 
-    def __init__(self, server: "HttpServer", tokenizer: Any, limits: RequestLimits) -> None:
+    def __init__(self, server: HttpServer, tokenizer: Any, limits: RequestLimits) -> None:
         self.failure: str | None = None
         """Why the engine has failed permanently; None while it has not."""
         self.on_failure: Callable[[], None] = lambda: None
@@ -116,9 +103,46 @@ class HttpEngine(ABC):
         """The answers in progress."""
         self._aborted: set[asyncio.Task[None]] = set()
         """Calls that are about to end."""
+        self._arrivals = _Arrivals()
         self._activity: list[tuple[float, float]] = []
         self._pauses: list[float] = []
         server.on_death = self._fail
+
+    @classmethod
+    async def start(
+        cls, command: ServerCommand, directory: Path, owned: AsyncExitStack, timeout_seconds: float
+    ) -> Self:
+        """Start a server of the model in `directory`; `owned` is released when it has ended.
+
+        Raises EngineError if it does not serve in time.
+        """
+        return await cls.join(await HttpServer.start(command, owned, timeout_seconds), directory)
+
+    @classmethod
+    async def join(cls, server: HttpServer, directory: Path) -> Self:
+        """On a server of the model in `directory`, with the weights that it has. The server is closed if that fails."""
+        try:
+            engine = cls(server, load_hf_tokenizer(directory), RequestLimits.of(directory))
+            label = await engine.prepare()
+            if label == UNLABELLED:
+                label = label_of(await asyncio.to_thread(initial_weights, directory))
+                await engine.label_server(label)
+            engine._take_label(label)
+        except BaseException:
+            await server.close()
+            raise
+        return engine
+
+    @abstractmethod
+    async def prepare(self) -> str:
+        """Look whether the server can do what it will be asked for; returns what it calls its weights.
+
+        Raises EngineError.
+        """
+
+    @abstractmethod
+    async def label_server(self, label: str) -> None:
+        """Have the server call its weights so."""
 
     @abstractmethod
     def check(self, req: ModelRequest) -> None:
@@ -148,10 +172,14 @@ class HttpEngine(ABC):
 
     async def astream(self, req: ModelRequest, *, every_seconds: float = 0.0) -> AsyncGenerator[TokenChunk, None]:
         sequence = await self._begin(req, streamed=True)
+        sequence.done.add_done_callback(lambda _: self._arrivals.note())
         sent, response = len(sequence.resumed.tokens), None
         try:
             while response is None:
-                await sequence.until_grown(every_seconds)
+                if every_seconds > 0:
+                    await sequence.until_grown(every_seconds)
+                elif sequence.drawn == sent and not sequence.done.done():
+                    await self._arrivals.next()
                 response = sequence.done.result() if sequence.done.done() else None
                 if sequence.drawn > sent or response is not None:
                     chunk = sequence.chunk(sent, self._digests, response)
@@ -178,7 +206,7 @@ class HttpEngine(ABC):
             try:
                 await self._stop_drawing()
                 await self.load_weights(update)
-                self.take_label(label_of(update))
+                self._take_label(label_of(update))
                 if not self._paused:
                     await self._go_on()
             except BaseException as error:
@@ -222,6 +250,11 @@ class HttpEngine(ABC):
         """For how many seconds each change of weights held up running requests, since the last call."""
         pauses, self._pauses = self._pauses, []
         return pauses
+
+    def cpu_seconds(self) -> float:
+        """What this process and the server have used, if the server was started here."""
+        process = self.server.process
+        return time.process_time() + (0.0 if process is None else process.cpu_seconds)
 
     async def aclose(self) -> None:
         self._end("the engine was closed")
@@ -289,7 +322,9 @@ class HttpEngine(ABC):
             try:
                 await self.server.get("/health")
             except EngineError as ended:
-                return EngineGone(f"{error}; {ended}")
+                error = EngineGone(f"{error}; {ended}")
+        if isinstance(error, EngineGone) and self.server.process is None:
+            self._fail(str(error))  # the end of a server that was started here is noticed, with its last words
         return error
 
     def _abort(self, sequence: SequenceState) -> None:
@@ -314,7 +349,7 @@ class HttpEngine(ABC):
             raise EngineError(f"{self.server.name}'s weights must be labelled VERSION DIGEST, got {label!r}") from None
         return int(version)
 
-    def take_label(self, label: str) -> None:
+    def _take_label(self, label: str) -> None:
         """The server has these weights now."""
         self._version = self.read_label(label)
 
@@ -333,6 +368,7 @@ class HttpEngine(ABC):
         if piece.versions is not None:
             sequence.versions[start:] = piece.versions[: sequence.drawn - start]
         if piece.tokens:
+            self._arrivals.note()
             self._note_activity(time.monotonic())
         return reason
 
@@ -367,6 +403,29 @@ class HttpEngine(ABC):
             sequence.fail(EngineGone(self._ended))
 
 
+class _Arrivals:
+    """Wakes all streams together, a moment after something has arrived for any of them."""
+
+    def __init__(self) -> None:
+        self._next = asyncio.Event()
+        self._waited_for = False
+        self._noted = False
+
+    def note(self) -> None:
+        if self._waited_for and not self._noted:
+            self._noted = True
+            asyncio.get_running_loop().call_later(GATHER_SECONDS, self._wake)
+
+    async def next(self) -> None:
+        self._waited_for = True
+        await self._next.wait()
+
+    def _wake(self) -> None:
+        woken, self._next = self._next, asyncio.Event()
+        self._waited_for = self._noted = False
+        woken.set()
+
+
 def seed_of(sequence: SequenceState) -> int:
     """The seed of the server's next call. A call begins its seed's stream anew, so one that goes on needs another."""
     if sequence.drawn == 0:
@@ -388,209 +447,3 @@ def initial_weights(directory: Path) -> WeightUpdate:
             digest = hashlib.file_digest(file, "sha256").hexdigest()[:32]
         shards.append(WeightShard(path.name, path.stat().st_size, digest))
     return WeightUpdate(0, whole_digest(shards), str(directory), tuple(shards))
-
-
-class HttpServer:
-    """The connection to an engine's server, and the server's process if it was started here."""
-
-    def __init__(self, name: str, address: str, process: "ServerProcess | None" = None) -> None:
-        """`address`: unix:PATH or http://HOST:PORT.
-
-        Each call has a connection of its own: servers close idle ones, and a call that is sent into that moment fails.
-        """
-        self.name = name
-        self.address = address
-        self.gone: str | None = None
-        """Why it cannot be reached any more, if that is known."""
-        self.on_death: Callable[[str], None] = lambda why: None
-        self.process = process
-        self._watch: asyncio.Task[None] | None = None
-        if address.startswith("unix:"):
-            connector: aiohttp.BaseConnector = aiohttp.UnixConnector(
-                address.removeprefix("unix:"), limit=0, force_close=True
-            )
-            self._base = "http://engine"
-        else:
-            connector, self._base = aiohttp.TCPConnector(limit=0, force_close=True), address.rstrip("/")
-        no_deadline = aiohttp.ClientTimeout(total=None)  # that of a generation is its caller's, control calls have one
-        self._session = aiohttp.ClientSession(connector=connector, timeout=no_deadline)
-
-    @classmethod
-    async def start(cls, name: str, address: str, process: "ServerProcess", timeout_seconds: float) -> "HttpServer":
-        """Waits until the process that was started answers at `address`. Raises EngineError if it does not."""
-        server = cls(name, address, process)
-        try:
-            async with asyncio.timeout(timeout_seconds):
-                await server._until_ready(process)
-        except BaseException as error:
-            await server.close()
-            if isinstance(error, TimeoutError):
-                raise EngineError(
-                    f"{name} must be ready within {timeout_seconds:g} s, got no answer; its output ends with\n"
-                    f"{process.tail}"
-                ) from None
-            raise
-        server._watch = asyncio.create_task(server._report_death(process))
-        return server
-
-    async def _until_ready(self, process: "ServerProcess") -> None:
-        while True:
-            if process.code is not None:
-                raise EngineError(f"{self.name} ended with code {process.code} while it started:\n{process.tail}")
-            with suppress(EngineError):
-                await self.get("/health")
-                return
-            await asyncio.sleep(LOOK_SECONDS)
-
-    async def _report_death(self, process: "ServerProcess") -> None:
-        await process.ended.wait()
-        self.gone = f"{self.name} ended with code {process.code}; its output ends with\n{process.tail}"
-        self.on_death(self.gone)
-
-    async def get(self, path: str) -> Any:
-        return await self._control("GET", path, None, CONTROL_SECONDS)
-
-    async def post(self, path: str, body: Any = None, timeout_seconds: float = CONTROL_SECONDS) -> Any:
-        """What the server answers, parsed. Raises EngineError with its message if it refuses."""
-        return await self._control("POST", path, body, timeout_seconds)
-
-    async def events(self, path: str, body: Any) -> AsyncGenerator[Any, None]:
-        """The server-sent events that it answers with, parsed; closing this tells the server to stop."""
-        try:
-            async with self._session.post(self._base + path, data=orjson.dumps(body), headers=_JSON) as response:
-                await self._require_ok(response, path)
-                rest = b""
-                async for block in response.content.iter_any():
-                    *whole, rest = (rest + block).split(b"\n\n")
-                    for event in whole:
-                        text = event.removeprefix(b"data: ")
-                        if text == b"[DONE]":
-                            return
-                        yield orjson.loads(text)
-        except (aiohttp.ClientError, OSError) as error:
-            raise self._unreachable(error) from None
-
-    async def close(self) -> None:
-        if self._watch is not None:
-            self._watch.cancel()
-        await self._session.close()
-        if self.process is not None:
-            await self.process.stop()
-
-    async def _control(self, method: str, path: str, body: Any, timeout_seconds: float) -> Any:
-        try:
-            async with (
-                asyncio.timeout(timeout_seconds),
-                self._session.request(method, self._base + path, data=orjson.dumps(body), headers=_JSON) as response,
-            ):
-                await self._require_ok(response, path)
-                answer = await response.read()
-        except TimeoutError:
-            raise EngineError(f"{self.name} must answer {path} within {timeout_seconds:g} s, it did not") from None
-        except (aiohttp.ClientError, OSError) as error:
-            raise self._unreachable(error) from None
-        return orjson.loads(answer) if answer.startswith((b"{", b"[")) else None
-
-    async def _require_ok(self, response: aiohttp.ClientResponse, path: str) -> None:
-        if response.status != 200:
-            raise refusal(f"{self.name} refuses {path}", response.status, await response.text())
-
-    def _unreachable(self, error: BaseException) -> EngineGone:
-        return EngineGone(self.gone or f"{self.name} cannot be reached: {error!r}")
-
-
-_JSON = {"Content-Type": "application/json"}
-
-
-def refusal(what: str, status: int, text: str) -> EngineError:
-    """What a server's error means: the request is impossible, or the server has failed."""
-    kind = RequestError if 400 <= status < 500 else EngineError
-    return kind(f"{what} with {status}: {text[:500]}")
-
-
-class ServerProcess:
-    """A server that was started here. Its output is passed on; the last lines are kept for the news of its death."""
-
-    def __init__(
-        self, name: str, process: asyncio.subprocess.Process, output: asyncio.StreamReader, owned: AsyncExitStack
-    ) -> None:
-        self.ended = asyncio.Event()
-        self._name = name
-        self._process = process
-        self._output = output
-        self._owned = owned
-        """What is released when it has ended, such as its directory."""
-        self._lines: deque[str] = deque(maxlen=TAIL_LINES)
-        self._reader = asyncio.create_task(self._read())
-        self._waiter = asyncio.create_task(self._wait())
-
-    @classmethod
-    async def start(
-        cls, name: str, argv: Sequence[str], environ: Mapping[str, str], owned: AsyncExitStack
-    ) -> "ServerProcess":
-        # A pipe of our own: the end of a process whose output asyncio reads is noticed only when its children end too.
-        ours, its = os.pipe()
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *argv,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=its,
-                stderr=its,
-                env=environ,
-                start_new_session=True,  # so that its own children end with it
-            )
-        except OSError as error:
-            os.close(ours)
-            await owned.aclose()
-            raise EngineError(f"{name} cannot be started with {argv[0]!r}: {error}; set rollout.python") from None
-        finally:
-            os.close(its)
-        output = asyncio.StreamReader()
-        loop = asyncio.get_running_loop()
-        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(output), os.fdopen(ours, "rb"))
-        return cls(name, process, output, owned)
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def code(self) -> int | None:
-        """None while it runs."""
-        return self._process.returncode if self.ended.is_set() else None
-
-    @property
-    def tail(self) -> str:
-        return "\n".join(self._lines)
-
-    async def stop(self) -> None:
-        if not self.ended.is_set():
-            with suppress(ProcessLookupError):
-                self._process.terminate()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(STOP_SECONDS):
-                    await self.ended.wait()
-        self._kill()
-        await self._waiter
-        await self._owned.aclose()
-
-    async def _wait(self) -> None:
-        await self._process.wait()
-        self._kill()  # what it started and left behind, which also holds its output open
-        await asyncio.wait((self._reader,), timeout=STOP_SECONDS)
-        self._reader.cancel()
-        self.ended.set()
-
-    def _kill(self) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-
-    async def _read(self) -> None:
-        rest = b""
-        while block := await self._output.read(1 << 16):
-            *lines, rest = (rest + block).split(b"\n")
-            for line in lines:
-                text = line.decode(errors="replace")
-                self._lines.append(text)
-                print(f"{self._name}: {text}", file=sys.stderr, flush=True)
-            rest = rest[-(1 << 16) :]

@@ -172,7 +172,7 @@ class _Inbox:
 
 def engine_handlers(engine: Any, channel: Channel | None = None) -> dict[str, Handler]:
     """What a process that holds `engine` answers the driver; to generate it needs the channel for the tokens."""
-    verbs = (*CONTROL, "health")
+    verbs = (*CONTROL, "health", "cpu_seconds")
     handlers: dict[str, Handler] = {verb: getattr(engine, verb) for verb in verbs if hasattr(engine, verb)}
     return handlers if channel is None else handlers | {"astream": _TokenSender(engine, channel).astream}
 

@@ -14,7 +14,6 @@ import os
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -57,6 +56,8 @@ class EngineOptions:
     """The interpreter that has vLLM or SGLang; empty = this one."""
     arguments: Sequence[str] = ()
     """Further ones of vLLM's or SGLang's server."""
+    url: str = ""
+    """Of a vLLM or SGLang server that runs already; empty = one is started."""
     scratch: Path | None = None
     """Where sockets may be made; None = where temporary files are."""
 
@@ -71,6 +72,10 @@ class ServedEngine(InferenceEngine, Protocol):
     """Why the engine has failed permanently; None while it has not."""
     on_failure: Callable[[], None]
     """Called when it has."""
+
+    def cpu_seconds(self) -> float:
+        """What this process has used of the processors, and those that it has started for the engine."""
+        ...
 
 
 def load_engine(directory: Path) -> EmbeddedEngine:
@@ -88,8 +93,10 @@ async def _open_embedded(options: EngineOptions) -> ServedEngine:
 
 
 async def _open_vllm(options: EngineOptions) -> ServedEngine:
-    from areal.engine.inference.vllm import open_vllm
+    from areal.engine.inference.vllm import join_vllm, open_vllm
 
+    if options.url:
+        return await join_vllm(options.url, options.model, options.scratch)
     return await open_vllm(
         options.model,
         options.dtype,
@@ -101,8 +108,10 @@ async def _open_vllm(options: EngineOptions) -> ServedEngine:
 
 
 async def _open_sglang(options: EngineOptions) -> ServedEngine:
-    from areal.engine.inference.sglang import open_sglang
+    from areal.engine.inference.sglang import join_sglang, open_sglang
 
+    if options.url:
+        return await join_sglang(options.url, options.model)
     return await open_sglang(
         options.model, options.dtype, python=options.python, gpus=options.gpus, arguments=options.server_arguments
     )
@@ -114,6 +123,17 @@ OPENERS: dict[str, Callable[[EngineOptions], Awaitable[ServedEngine]]] = {
     "sglang": _open_sglang,
 }
 """How an engine of each kind in `areal.config.backend.KINDS` comes about."""
+
+
+async def _opened(kind: str, options: EngineOptions) -> ServedEngine | None:
+    """None if it was asked to stop before it served: what it had started has ended then."""
+    opening = asyncio.ensure_future(OPENERS[kind](options))
+    if kind != "embedded":  # which has nothing to end, and hears nothing while it loads
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, opening.cancel)
+    try:
+        return await opening
+    except asyncio.CancelledError:
+        return None
 
 
 async def serve_in_run(engine: ServedEngine, index: int, secret: bytes) -> None:
@@ -133,7 +153,7 @@ async def serve_in_run(engine: ServedEngine, index: int, secret: bytes) -> None:
             secret=workers,
         )
         weights = _WeightsFromDriver(engine, Path(place), secret)
-        handlers = engine_handlers(engine) | weights.handlers | {"cpu_seconds": time.process_time}
+        handlers = engine_handlers(engine) | weights.handlers
         info = {"address": endpoint.address}
         driver = await connect_to_driver(ENGINE_ROLE, index, info, handlers, wire=api_wire(), secret=secret)
         weights.driver = driver
@@ -209,7 +229,7 @@ def _add_handlers(engine: ServedEngine, channel: Channel) -> None:
     if channel.role == GENERATE_ROLE:
         channel.handlers.update(worker_handlers(engine, channel))
     else:
-        channel.handlers.update(engine_handlers(engine, channel) | {"cpu_seconds": time.process_time})
+        channel.handlers.update(engine_handlers(engine, channel))
 
 
 async def main(words: list[str] | None = None) -> str | None:
@@ -222,6 +242,7 @@ async def main(words: list[str] | None = None) -> str | None:
     parser.add_argument("--device", default="auto", help="where the embedded engine computes")
     parser.add_argument("--python", default="", help="the interpreter that has vLLM or SGLang; left out = this one")
     parser.add_argument("--engine-arg", action="append", default=[], help="a further one of vLLM's or SGLang's server")
+    parser.add_argument("--url", default="", help="of a vLLM or SGLang server that runs already")
     parser.add_argument("--index", type=int, default=0, help="which engine of its run it is")
     parser.add_argument("--listen", help="serve at unix:PATH or tcp:HOST:PORT, without a driver")
     parser.add_argument("--secret-file", help=f"for --listen; left out = the secret is in {ENGINE_SECRET_VARIABLE}")
@@ -246,9 +267,12 @@ async def main(words: list[str] | None = None) -> str | None:
         with_weights=model == given.model,
         python=given.python,
         arguments=given.engine_arg,
+        url=given.url,
         scratch=scratch(),
     )
-    engine = await OPENERS[given.backend](options)
+    engine = await _opened(given.backend, options)
+    if engine is None:
+        return None
     if given.listen is not None:
         await serve_by_hand(engine, given.listen, secret)
     else:

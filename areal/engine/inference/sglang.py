@@ -7,7 +7,6 @@ Before weights change, SGLang is told to break off all answers; each goes on aft
 call of SGLang draws with one version.
 """
 
-import asyncio
 import os
 import socket
 import sys
@@ -19,21 +18,9 @@ from typing import Any
 from areal.api.engine_api import WeightUpdate
 from areal.api.errors import RequestError
 from areal.api.io_struct import ModelRequest
-from areal.engine.inference.http_engine import (
-    LOAD_SECONDS,
-    UNLABELLED,
-    Drawn,
-    HttpEngine,
-    HttpServer,
-    RequestLimits,
-    ServerProcess,
-    initial_weights,
-    label_of,
-    refusal,
-    seed_of,
-)
+from areal.engine.inference.http_engine import LOAD_SECONDS, Drawn, HttpEngine, label_of, seed_of
+from areal.engine.inference.http_server import HttpServer, ServerCommand, refusal
 from areal.engine.inference.sequence import SequenceState
-from areal.utils.hf_utils import load_hf_tokenizer
 
 START_SECONDS = 600.0
 """How long SGLang may take to start."""
@@ -44,17 +31,12 @@ MAX_SEED = 2**63
 class SglangEngine(HttpEngine):
     """Implements `InferenceEngine` on an SGLang server."""
 
-    @classmethod
-    async def connect(cls, server: HttpServer, directory: Path) -> "SglangEngine":
-        """On a server of the model in `directory`."""
-        engine = cls(server, load_hf_tokenizer(directory), RequestLimits.of(directory))
-        label = (await server.get("/model_info"))["weight_version"]
-        if label == UNLABELLED:
-            update = await asyncio.to_thread(initial_weights, directory)
-            label = label_of(update)
-            await server.post("/update_weight_version", {"new_version": label, "abort_all_requests": False})
-        engine.take_label(label)
-        return engine
+    async def prepare(self) -> str:
+        label: str = (await self.server.get("/model_info"))["weight_version"]
+        return label
+
+    async def label_server(self, label: str) -> None:
+        await self.server.post("/update_weight_version", {"new_version": label, "abort_all_requests": False})
 
     def check(self, req: ModelRequest) -> None:
         """Both would change the log-probs that SGLang reports: it masks logits before it computes them."""
@@ -142,13 +124,15 @@ async def open_sglang(
         *("--tp-size", str(gpus), "--incremental-streaming-output"),
         *arguments,
     ]
-    process = await ServerProcess.start("SGLang", argv, os.environ, AsyncExitStack())
-    server = await HttpServer.start("SGLang", f"http://127.0.0.1:{port}", process, timeout_seconds)
-    try:
-        return await SglangEngine.connect(server, directory)
-    except BaseException:
-        await server.close()
-        raise
+    command = ServerCommand("SGLang", argv, os.environ, f"http://127.0.0.1:{port}")
+    return await SglangEngine.start(command, directory, AsyncExitStack(), timeout_seconds)
+
+
+async def join_sglang(url: str, directory: Path) -> SglangEngine:
+    """On an SGLang server that runs already, of the model in `directory`, which sees the files of this host."""
+    engine = await SglangEngine.join(HttpServer(f"SGLang at {url}", url), directory)
+    await engine.resume_server()  # whoever used it before may have ended in the middle of a change of weights
+    return engine
 
 
 def _free_port() -> int:

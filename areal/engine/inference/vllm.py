@@ -8,9 +8,9 @@ ones. vLLM labels what it draws with a text: here the version and the digest of 
 answer's tokens at the answer's end; until then they are known from when each token arrived.
 """
 
-import asyncio
 import os
-import shutil
+import secrets
+import shlex
 import sys
 import tempfile
 from collections.abc import AsyncGenerator, Sequence
@@ -20,24 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from areal.api.engine_api import WeightUpdate
-from areal.api.errors import DrawnRefused, EngineError, RequestError
+from areal.api.errors import DrawnRefused, EngineError, EngineGone, RequestError
 from areal.api.io_struct import ModelRequest
 from areal.engine.inference.grammar import as_lark
-from areal.engine.inference.http_engine import (
-    LOAD_SECONDS,
-    UNLABELLED,
-    Drawn,
-    HttpEngine,
-    HttpServer,
-    RequestLimits,
-    ServerProcess,
-    initial_weights,
-    label_of,
-    refusal,
-    seed_of,
-)
+from areal.engine.inference.http_engine import LOAD_SECONDS, Drawn, HttpEngine, label_of, seed_of
+from areal.engine.inference.http_server import HttpServer, ServerCommand, refusal
 from areal.engine.inference.sequence import SequenceState
-from areal.utils.hf_utils import load_hf_tokenizer
 
 START_SECONDS = 600.0
 """How long vLLM may take to start: half a minute for a small model, minutes on a busy machine or for a large one."""
@@ -47,12 +35,16 @@ NEVER = -100.0
 """Added to a logit, it is as good as minus infinity; vLLM allows no less."""
 WHOLE_ANSWERS = 1 << 20
 """Tokens that are sent together when nobody wants to see them earlier; the first is sent at once."""
+SERVER_MODULE = "vllm.entrypoints.openai.api_server"
+EXTENSION = Path(__file__).with_name("vllm_extension")
+"""A directory from which vLLM's interpreter imports WORKER_MODULE."""
 WORKER_MODULE = "areal_vllm_worker"
-"""The name under which vLLM's interpreter imports vllm_worker.py."""
 
 ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",  # the routes that pause and change weights
-    "VLLM_USE_V2_MODEL_RUNNER": "0",  # vllm_worker.py knows the other one
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # areal_vllm_worker.py knows the other one
+}
+LOCAL_ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_HOST_IP": "127.0.0.1",  # one server is on one host
     "GLOO_SOCKET_IFNAME": "lo",
@@ -68,30 +60,26 @@ CPU_ENVIRONMENT = {
 class VllmEngine(HttpEngine):
     """Implements `InferenceEngine` on a vLLM server."""
 
-    @classmethod
-    async def connect(cls, server: HttpServer, directory: Path) -> "VllmEngine":
-        """On a server of the model in `directory`, which knows `vllm_worker.py`."""
-        served = (await server.get("/v1/models"))["data"][0]
-        limits = replace(RequestLimits.of(directory), max_positions=served["max_model_len"])
-        engine = cls(server, load_hf_tokenizer(directory), limits)
-        answer = await server.post("/collective_rpc", {"method": "report_whole_distribution"}, LOAD_SECONDS)
+    async def prepare(self) -> str:
+        served = (await self.server.get("/v1/models"))["data"][0]
+        self._limits = replace(self._limits, max_positions=served["max_model_len"])
+        await self.ask_workers("report_whole_distribution", "report log-probs of the whole distribution")
+        if (await self.server.get("/is_paused"))["is_paused"]:
+            self._paused = True
+            self._draws.clear()
+        else:
+            await self._warm_up()
+        label: str = (await self.server.get("/weight_info"))["weight_version"]
+        return label
+
+    async def label_server(self, label: str) -> None:
+        await self.server.post("/update_weight_version", {"new_version": label})
+
+    async def ask_workers(self, method: str, rule: str, **arguments: Any) -> None:
+        """Call a method of `ArealWorker` in every worker process. Raises EngineError if one does not return True."""
+        answer = await self.server.post("/collective_rpc", {"method": method, "kwargs": arguments}, LOAD_SECONDS)
         if set(answer["results"]) != {"True"}:
-            raise EngineError(
-                f"vLLM must report log-probs of the whole distribution, got {answer['results']}; start it with "
-                "--worker-extension-cls ArealWorker of areal/engine/inference/vllm_worker.py"
-            )
-        label = (await server.get("/weight_info"))["weight_version"]
-        if label == UNLABELLED:
-            update = await asyncio.to_thread(initial_weights, directory)
-            label = label_of(update)
-            await server.post("/update_weight_version", {"new_version": label})
-        engine.take_label(label)
-        if (await server.get("/is_paused"))["is_paused"]:
-            engine._paused = True
-            engine._draws.clear()
-            return engine
-        await engine._warm_up()
-        return engine
+            raise EngineError(f"vLLM must {rule}, got {answer['results']}")
 
     def check(self, req: ModelRequest) -> None:
         g = req.gconfig
@@ -130,7 +118,7 @@ class VllmEngine(HttpEngine):
         reset = await self.server.post("/reset_prefix_cache?reset_running_requests=true")
         if not reset["success"]:
             raise EngineError("vLLM keeps what it computed with the weights before")
-        await self.server.post("/update_weight_version", {"new_version": label_of(update)})
+        await self.label_server(label_of(update))
 
     def _sampling(self, sequence: SequenceState, req: ModelRequest, streamed: bool) -> dict[str, Any]:
         g, drawn = sequence.gconfig, sequence.drawn
@@ -171,6 +159,16 @@ class VllmEngine(HttpEngine):
         await self.server.post("/inference/v1/generate", body, LOAD_SECONDS)
 
 
+def arguments_of(directory: Path, dtype: str, gpus: int) -> list[str]:
+    """Those with which vLLM's server does what `VllmEngine` asks of it."""
+    return [
+        *("--model", str(directory), "--dtype", dtype, "--tensor-parallel-size", str(gpus)),
+        *("--worker-extension-cls", f"{WORKER_MODULE}.ArealWorker", "--logprobs-mode", "raw_logprobs"),
+        *("--enable-scale-out", "--generation-config", "vllm"),
+        *("--structured-outputs-config", '{"backend": "guidance"}', "--disable-uvicorn-access-log"),
+    ]
+
+
 async def open_vllm(
     directory: Path,
     dtype: str = "float32",
@@ -190,20 +188,44 @@ async def open_vllm(
     async with AsyncExitStack() as owned:
         private = tempfile.TemporaryDirectory(prefix="areal-vllm-", dir=scratch)  # made with mode 0700
         place = Path(owned.enter_context(private))
-        shutil.copy(Path(__file__).with_name("vllm_worker.py"), place / f"{WORKER_MODULE}.py")
-        argv = [
-            *(python or sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
-            *("--model", str(directory), "--dtype", dtype, "--uds", f"{place}/socket"),
-            *("--tensor-parallel-size", str(gpus), "--enable-scale-out", "--generation-config", "vllm"),
-            *("--logprobs-mode", "raw_logprobs", "--worker-extension-cls", f"{WORKER_MODULE}.ArealWorker"),
-            *("--structured-outputs-config", '{"backend": "guidance"}', "--disable-uvicorn-access-log"),
-            *arguments,
-        ]
-        environ = {**CPU_ENVIRONMENT, **os.environ, **ENVIRONMENT, "PYTHONPATH": str(place)}
-        process = await ServerProcess.start("vLLM", argv, environ, owned.pop_all())
-    server = await HttpServer.start("vLLM", f"unix:{place}/socket", process, timeout_seconds)
+        argv = [python or sys.executable, "-m", SERVER_MODULE, *arguments_of(directory, dtype, gpus)]
+        argv += ["--uds", f"{place}/socket", *arguments]
+        environ = {**CPU_ENVIRONMENT, **os.environ, **ENVIRONMENT, **LOCAL_ENVIRONMENT, "PYTHONPATH": str(EXTENSION)}
+        command = ServerCommand("vLLM", argv, environ, f"unix:{place}/socket")
+        return await VllmEngine.start(command, directory, owned.pop_all(), timeout_seconds)
+
+
+async def join_vllm(url: str, directory: Path, scratch: Path | None = None) -> VllmEngine:
+    """On a vLLM server that runs already, of the model in `directory`. Raises EngineError if it cannot do what it must.
+
+    `scratch`: where published weights are, or in the same file system; None = where temporary files are.
+    """
+    server = HttpServer(f"vLLM at {url}", url)
     try:
-        return await VllmEngine.connect(server, directory)
-    except BaseException:
+        await server.get("/health")
+        engine = await VllmEngine.join(server, directory)
+        await engine.resume()  # whoever used it before may have ended in the middle of a change of weights
+        await _require_weights_visible(engine, scratch)
+    except BaseException as error:
         await server.close()
+        if isinstance(error, EngineError) and not isinstance(error, EngineGone):
+            remedy = f"start it on the host of the run and as its user, with\n{by_hand(directory)}"
+            raise EngineError(f"{error}; {remedy}") from None
         raise
+    return engine
+
+
+async def _require_weights_visible(engine: VllmEngine, scratch: Path | None) -> None:
+    """It loads published weights from files that are here."""
+    with tempfile.NamedTemporaryFile("w", prefix="areal-probe-", dir=scratch) as probe:
+        probe.write(content := secrets.token_hex(16))
+        probe.flush()
+        rule = f"read the files of this host, in which new weights are, such as {probe.name}"
+        await engine.ask_workers("can_read", rule, path=probe.name, content=content)
+
+
+def by_hand(directory: Path, *, python: str = "python", address: Sequence[str] = ("--port", "8000")) -> str:
+    """The shell command that starts a server for `rollout.addresses`."""
+    variables = [f"{name}={value}" for name, value in {**ENVIRONMENT, "PYTHONPATH": str(EXTENSION)}.items()]
+    words = [*variables, python, "-m", SERVER_MODULE, *arguments_of(directory, "float32", 1)]
+    return shlex.join([*words, "--host", "127.0.0.1", *address])

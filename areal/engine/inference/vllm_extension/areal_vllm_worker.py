@@ -7,11 +7,12 @@ So that is what this extension makes vLLM report.
 On a CPU vLLM 0.32 has two faults that it mends: after new weights were loaded, a head that shares its weights with the
 embedding computes with the old ones; and a long prompt with a seed ends the server.
 
-`areal.engine.inference.vllm` copies this file to a directory that vLLM's interpreter imports it from, which has no
-`areal`, names the class in `--worker-extension-cls`, and calls its methods through `/collective_rpc`.
+vLLM's interpreter, which has no `areal`, imports this file from its directory by PYTHONPATH. `--worker-extension-cls`
+names the class, and `areal.engine.inference.vllm` calls its methods through `/collective_rpc`.
 """
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -28,10 +29,20 @@ class ArealWorker:
 
     def load_published_weights(self, weights_path: str) -> None:
         """Use the weights of a directory from now on."""
+        loading = self.model_runner.vllm_config.load_config
+        if loading.load_format == "dummy":  # it started without weights, and could not read any that way
+            loading.load_format = "auto"
         self.reload_weights(weights_path=weights_path)
         for layer in self.model_runner.get_model().modules():
             if type(layer).__name__ == "ParallelLMHead" and hasattr(layer, "cpu_linear"):
                 layer.quant_method.process_weights_after_loading(layer)  # packs the weights for the CPU
+
+    def can_read(self, path: str, content: str) -> bool:
+        """Whether this worker sees the files of whoever asks."""
+        try:
+            return Path(path).read_text() == content
+        except OSError:
+            return False
 
     def report_whole_distribution(self) -> bool:
         """Changes what this worker reports; True if it does, or did before. Raises for a runner that it does not know.
