@@ -22,8 +22,11 @@ WITH_ESCAPEE = (
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 if os.fork() == 0:
     os.setsid()
+    parent = os.getpid()
     if os.fork() == 0:
         os.setsid()
+        while os.getppid() == parent:
+            os.sched_yield()
         report(os.getpid(), os.getppid())
         while True:
             signal.pause()
@@ -33,7 +36,9 @@ while True:
     signal.pause()
 """
 )
-"""Ignores SIGTERM, and so does its grandchild, a daemon: an orphan that leads a session of its own."""
+"""Ignores SIGTERM, and so does its grandchild, a daemon: an orphan that leads a session of its own.
+
+It reports once it has been adopted."""
 
 
 class Reports:
