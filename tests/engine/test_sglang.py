@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import select
 import shutil
 import signal
 import sys
@@ -18,6 +17,7 @@ import pytest_asyncio
 import test_conformance
 import test_streaming
 from engine_kinds import LONG, answer, ask, begin, soon, until
+from process_end import ended_within
 from tiny_models import training_engine, write_model
 
 from areal.api.engine_api import InferenceEngine, WeightUpdate
@@ -164,18 +164,6 @@ async def test_weights_of_another_digest_are_refused_and_the_old_ones_serve_on(e
     await engine.aclose()
 
 
-def ends(pid: int, seconds: float = 10.0) -> bool:
-    """Whether that process ends; one that was killed does so in its own time."""
-    try:
-        descriptor = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    try:
-        return bool(select.select([descriptor], [], [], seconds)[0])
-    finally:
-        os.close(descriptor)
-
-
 async def test_a_server_that_dies_fails_its_requests_with_the_end_of_its_output(
     fake_sglang: pytest.MonkeyPatch, model: Path
 ) -> None:
@@ -193,7 +181,7 @@ async def test_a_server_that_dies_fails_its_requests_with_the_end_of_its_output(
     with pytest.raises(EngineGone):
         await answer(engine)
     await engine.aclose()
-    assert ends(worker)
+    assert ended_within(worker, 10.0)
 
 
 async def test_a_server_that_runs_already_is_used_until_it_ends(fake_sglang: pytest.MonkeyPatch, model: Path) -> None:
@@ -258,7 +246,7 @@ async def test_a_server_that_still_starts_ends_with_its_engine_process(
     (server,) = children_of(owner.pid)
     owner.send_signal(sign)
     assert await asyncio.wait_for(owner.wait(), 60) == (0 if sign is signal.SIGTERM else -sign)
-    assert ends(server)
+    assert ended_within(server, 10.0)
 
 
 async def test_an_interpreter_that_does_not_exist_is_named(model: Path) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import msgpack
 import numpy as np
 import pytest
+from process_end import ended_within
 
 from areal.utils.process_pool import worker
 from areal.utils.process_pool.channel import RESULTS, TOKEN_BYTES, PoolFrame
@@ -46,17 +47,6 @@ def shared() -> Iterator[ProcessPool]:
 
 def result_of(pool: ProcessPool, function: Any, *args: Any, timeout_seconds: float = LONG_SECONDS) -> Any:
     return pool.submit(function, args, timeout_seconds=timeout_seconds).result(LONG_SECONDS)
-
-
-def ended_within(pid: int, seconds: float) -> bool:
-    try:
-        descriptor = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    try:
-        return bool(select.select([descriptor], [], [], seconds)[0])
-    finally:
-        os.close(descriptor)
 
 
 def run_script(text: str, *arguments: str) -> "subprocess.Popen[str]":

@@ -4,7 +4,6 @@ import asyncio
 import json
 import math
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from process_end import ended_within
 
 from areal.utils.process_pool.pool import (
     CallCrashed,
@@ -50,17 +50,6 @@ def result_of(
 def spin() -> None:
     while True:
         pass
-
-
-def ended_within(pid: int, seconds: float) -> bool:
-    try:
-        descriptor = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    try:
-        return bool(select.select([descriptor], [], [], seconds)[0])
-    finally:
-        os.close(descriptor)
 
 
 def test_result_of_importable_function_and_of_closure_comes_back(pool: ProcessPool) -> None:
