@@ -12,7 +12,7 @@ from typing import Any, Literal, NoReturn
 from urllib.parse import urlsplit
 
 from areal.config.backend import Backend
-from areal.config.device import require_device_name
+from areal.config.device import require_device_among, require_device_name
 from areal.config.errors import ConfigError, require
 from areal.config.keys import ADMIN_KEY_VARIABLE, ENGINE_SECRET_VARIABLE, find_key
 from areal.config.resources import Resources
@@ -260,7 +260,8 @@ class RolloutConfig(Resources):
     """A file with the secret of the servers at `addresses`; empty = that of the environment variable
     AREAL_ENGINE_SECRET."""
     device: str = "auto"
-    """Where the embedded engine computes: cpu, cuda, cuda:N or mps; auto = cuda if there is one, else mps, else cpu."""
+    """Where the embedded engine computes: cpu, cuda, cuda:N or mps; auto = cuda if there is one, else mps, else cpu.
+    Several engines on cuda have a GPU each; on other machines than the driver's, auto needs `gpus` for that."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """What the embedded engine computes in. Its log-probs are the trainer's in float32 only; with bfloat16 the trainer
     recomputes them (actor.recompute_logprob)."""
@@ -292,7 +293,13 @@ class RolloutConfig(Resources):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_device_name("device", self.device)
-        Backend.parse(self.backend)
+        require_device_among(self.gpus, self.device)
+        servers = Backend.parse(self.backend).servers
+        require(
+            servers == 1 or self.gpus is not None or not self.device.startswith("cuda:"),
+            f"engines must have a GPU each, got device={self.device} for the {servers} of backend={self.backend}; "
+            "use cuda, which gives each of them its own",
+        )
         self._check_addresses()
         require(
             self.max_head_offpolicyness >= 0,

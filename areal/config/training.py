@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from areal.config.device import require_device_name
+from areal.config.device import require_device_among, require_device_name
 from areal.config.errors import require
 from areal.config.resources import Resources
 
@@ -97,6 +97,7 @@ class ActorConfig(Resources):
         super().__post_init__()
         require(self.path != "", "path must name a model; use builtin:tiny-math for the one that needs no download")
         require_device_name("device", self.device)
+        require_device_among(self.gpus, self.device)
         require(0 < self.eps_clip < 1, f"eps_clip must lie in (0, 1), got {self.eps_clip}")
         require(
             self.eps_clip_higher is None or self.eps_clip_higher > 0,

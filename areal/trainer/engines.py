@@ -6,8 +6,10 @@ rollout workers are told of every change, and send requests to those that serve 
 """
 
 import asyncio
+import os
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -20,11 +22,13 @@ from areal.config.backend import Backend
 from areal.config.rollout import RolloutConfig
 from areal.engine.inference.group import EngineGroup
 from areal.engine.inference.remote import GENERATE_ROLE, RemoteEngine
+from areal.engine.model.device import find_device
 from areal.infra.rpc.channel import Channel
 from areal.infra.rpc.connect import connect
 from areal.infra.rpc.frames import role_secret
 from areal.infra.rpc.wire import api_wire
 from areal.infra.scheduler import Ask, Placement
+from areal.infra.scheduler.local import gpus_here
 from areal.trainer.processes import Processes, ask
 from areal.utils.logging import getLogger
 
@@ -255,14 +259,24 @@ class EngineMember:
 
 
 def engine_asks(rollout: RolloutConfig) -> list[Ask]:
-    """What each server that the run starts needs of its host."""
+    """What each server that the run starts needs of its host: several on cuda would all take its first GPU."""
     backend, urls = Backend.parse(rollout.backend), rollout.server_urls
     if rollout.addresses and not urls:
         return []
     count = len(urls) or backend.servers
-    gpus = backend.gpus_each if rollout.gpus is None and backend.gpus_each > 1 else rollout.gpus
+    own = backend.gpus_each > 1 or (backend.servers > 1 and rollout.device == "cuda")
+    gpus = backend.gpus_each if rollout.gpus is None and own else rollout.gpus
     names = [ENGINE_ROLE] if count == 1 else [f"{ENGINE_ROLE} {index}" for index in range(count)]
     return [ask(name, rollout, 0 if urls else gpus) for name in names]  # a server that runs already has its GPUs
+
+
+def on_this_machine(rollout: RolloutConfig) -> RolloutConfig:
+    """The same for engines that this machine runs. Where there are several and `auto` means its GPUs, it is `cuda`, so
+    that each is given one of its own. Raises ConfigError for a device that this machine does not have."""
+    backend, device = Backend.parse(rollout.backend), find_device(rollout.device, "rollout.device")
+    has_gpus = device.type == "cuda" if backend.kind == "embedded" else bool(gpus_here(os.environ))
+    several = backend.servers > 1 and not rollout.addresses
+    return replace(rollout, device="cuda") if several and rollout.device == "auto" and has_gpus else rollout
 
 
 class EngineDoor(Protocol):

@@ -6,7 +6,7 @@ place to begin reading.
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,11 @@ import torch
 from areal.api.messages import GroupResult
 from areal.config.experiment import PPOConfig
 from areal.dataset import TaskSource, get_custom_dataset, read_tasks
-from areal.engine.model.device import find_device
 from areal.engine.models import find_model
 from areal.rollout.admission import Admission
 from areal.rollout.loading import Workflow, WorkflowSpec, check
 from areal.trainer import display
+from areal.trainer.engines import on_this_machine
 from areal.trainer.fleet import Fleet
 from areal.trainer.journal import AFTER, BEFORE, DURING, Account, Journal, overlap, pause_figures, step_figures
 from areal.trainer.run import Interrupted, RunParts, Trainer, TrainingRun, TrainResult
@@ -50,7 +50,8 @@ class PPOTrainer(Trainer):
             named = config.valid_dataset.path
             self._valid = get_custom_dataset("test", dataset_config=config.valid_dataset) if named else []
         if config.scheduler.type == "local":  # else the engine's machine is another
-            find_device(config.rollout.device, "rollout.device")
+            rollout = on_this_machine(config.rollout)
+            config = config if rollout is config.rollout else replace(config, rollout=rollout)
         super().__init__(config, tasks)
 
     def train(

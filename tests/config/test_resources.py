@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 
 from areal.config.errors import ConfigError
@@ -22,6 +24,40 @@ def test_less_than_nothing_is_refused(setting: dict[str, float], rule: str) -> N
     for role in (RolloutConfig, ActorConfig):
         with pytest.raises(ConfigError, match=rule):
             role(**setting)
+
+
+@pytest.mark.parametrize("role", [RolloutConfig, ActorConfig])
+@pytest.mark.parametrize(
+    ("setting", "rule"),
+    [
+        ({"gpus": 1, "device": "cuda:1"}, r"counts from 0, got cuda:1 with gpus=1; use cuda for the first of them"),
+        ({"gpus": 2, "device": "cuda:2"}, r"got cuda:2 with gpus=2; .* or leave gpus out"),
+        ({"gpus": 0, "device": "cuda"}, r"got cuda with gpus=0; use cpu, or gpus=1"),
+        ({"gpus": 0, "device": "cuda:3"}, r"got cuda:3 with gpus=0"),
+    ],
+)
+def test_a_device_that_is_not_among_the_gpus_set_aside_is_refused(
+    role: Any, setting: dict[str, Any], rule: str
+) -> None:
+    with pytest.raises(ConfigError, match=rule):
+        role(**setting)
+
+
+@pytest.mark.parametrize("role", [RolloutConfig, ActorConfig])
+@pytest.mark.parametrize(
+    ("gpus", "device"),
+    [(1, "cuda"), (1, "cuda:0"), (2, "cuda:1"), (None, "cuda:5"), (0, "cpu"), (0, "auto"), (1, "auto")],
+)
+def test_a_device_that_can_be_among_them_is_taken(role: Any, gpus: int | None, device: str) -> None:
+    assert role(gpus=gpus, device=device).device == device
+
+
+def test_several_engines_are_not_put_on_one_gpu_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"a GPU each, got device=cuda:1 for the 2 of backend=embedded:d2; use cuda"):
+        RolloutConfig(backend="embedded:d2", device="cuda:1")
+    RolloutConfig(backend="embedded:d2", device="cuda:0", gpus=1)
+    RolloutConfig(backend="embedded:d2", device="cuda")
+    RolloutConfig(backend="embedded:d2", device="cpu")
 
 
 @pytest.mark.parametrize("address", ["", "0.0.0.0", "::"])

@@ -28,7 +28,7 @@ class FreeResources:
 
     @classmethod
     def this(cls, environ: Mapping[str, str]) -> "FreeResources":
-        return cls(len(os.sched_getaffinity(0)), _available_memory_mib(), _gpus(environ))
+        return cls(len(os.sched_getaffinity(0)), _available_memory_mib(), gpus_here(environ))
 
     def take(self, ask: Ask) -> list[str]:
         """Set aside what `ask` needs; the GPUs that it gets. Raises PlacementRefused, with nothing set aside."""
@@ -108,7 +108,8 @@ class LocalScheduler(Scheduler):
         super().__init__(LocalLauncher(), address)
 
 
-def _gpus(environ: Mapping[str, str]) -> list[str]:
+def gpus_here(environ: Mapping[str, str]) -> list[str]:
+    """This machine's, as CUDA names them; those that `environ` hides are none."""
     if VISIBLE_GPUS in environ:
         return [name.strip() for name in environ[VISIBLE_GPUS].split(",") if name.strip()]
     return [str(number) for number in range(len(list(GPU_FILES.iterdir())))] if GPU_FILES.is_dir() else []
