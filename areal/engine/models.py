@@ -87,12 +87,16 @@ def open_runner(
     return TransformersRunner(model, caches=may_cache(model))
 
 
-def open_trainable(directory: Path, *, gradient_checkpointing: bool = False, device: str = "auto") -> TrainableModel:
-    """The model of a directory, to train on `device`."""
+def open_trainable(
+    directory: Path, *, gradient_checkpointing: bool = False, device: str = "auto", frozen: bool = False
+) -> TrainableModel:
+    """The model of a directory, to train on `device`; a frozen one computes log-probs and has no gradient."""
     place = find_device(device, "actor.device")
     architecture = _known(directory)
     if architecture is not None:
-        decoder = PackedDecoder(architecture, gradient_checkpointing=gradient_checkpointing, device=place)
+        decoder = PackedDecoder(
+            architecture, gradient_checkpointing=gradient_checkpointing, device=place, frozen=frozen
+        )
         decoder.load(directory)
         return decoder
     require(
@@ -103,7 +107,7 @@ def open_trainable(directory: Path, *, gradient_checkpointing: bool = False, dev
     from areal.engine.transformers.model import TransformersModel
     from areal.engine.transformers.training import TransformersTraining
 
-    return TransformersTraining(TransformersModel(directory, trainable=True, device=place))
+    return TransformersTraining(TransformersModel(directory, trainable=not frozen, device=place))
 
 
 def max_positions(directory: Path) -> int:

@@ -15,7 +15,8 @@ import torch
 from areal.api.messages import GroupResult
 from areal.config.experiment import PPOConfig
 from areal.dataset import TaskSource, get_custom_dataset, read_tasks
-from areal.engine.models import find_model
+from areal.engine.models import find_model, open_trainable
+from areal.engine.training.engine import ScoringEngine
 from areal.rollout.admission import Admission
 from areal.rollout.loading import Workflow, WorkflowSpec, check
 from areal.trainer import display
@@ -92,13 +93,17 @@ class PPOTrainer(Trainer):
     def _fingerprint(self) -> dict[str, Any]:
         return {**super()._fingerprint(), "gconfig.n_samples": self.config.gconfig.n_samples}
 
+    def _open_reference(self) -> ScoringEngine:
+        actor = self.config.actor
+        model = open_trainable(find_model(self.config.ref.path), device=actor.device, frozen=True)
+        return ScoringEngine(model, max_tokens_per_mb=actor.max_tokens_per_mb, dtype=actor.dtype)
+
     def _policy_update(self, parts: RunParts, account: Account) -> PolicyUpdate:
         config = self.config
-        reference = self._open_engine(find_model(config.ref.path)) if config.actor.kl_ctl > 0 else None
         return PolicyUpdate(
             parts.engine,
             config.actor,
-            reference,
+            self._open_reference() if config.actor.kl_ctl > 0 else None,
             config.seed,
             directory=parts.directory.path,
             stale_samples=config.rollout.max_head_offpolicyness > 0,

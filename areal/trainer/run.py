@@ -99,7 +99,7 @@ class Trainer(Closing):
             "train_dataset": f"{len(self._tasks)} tasks ({digest_of_tasks(self._tasks)})",
         }
 
-    def _open_engine(self, model: Path, optimizer_steps: int = 0, checkpointing: bool = False) -> TrainingEngine:
+    def _open_engine(self, model: Path, optimizer_steps: int, checkpointing: bool) -> TrainingEngine:
         return TrainingEngine(
             open_trainable(model, gradient_checkpointing=checkpointing, device=self.config.actor.device),
             self.config.actor.optimizer,

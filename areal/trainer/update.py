@@ -23,7 +23,7 @@ from areal.algorithms.advantages import group_advantages, loss_weights
 from areal.algorithms.losses import clipped_loss, decoupled_loss, kl_penalty
 from areal.api.messages import GroupResult, Row
 from areal.config.training import ActorConfig
-from areal.engine.training.engine import TokenBatch, TrainingEngine
+from areal.engine.training.engine import ScoringEngine, TokenBatch, TrainingEngine
 from areal.engine.training.figures import Figures
 from areal.engine.training.packing import Span
 from areal.trainer.nonfinite import guarded_update
@@ -40,7 +40,7 @@ class PolicyUpdate:
         self,
         engine: TrainingEngine,
         actor: ActorConfig,
-        reference: TrainingEngine | None,
+        reference: ScoringEngine | None,
         seed: int,
         *,
         directory: Path | None = None,

@@ -12,7 +12,7 @@ from transformers_models import WRITERS, blank_image, drawn_images, image_ids, t
 from areal.api.errors import ModelError, RequestError
 from areal.config.errors import ConfigError
 from areal.engine.models import max_positions, open_runner, open_trainable, vocab_size
-from areal.engine.training.engine import TokenBatch
+from areal.engine.training.engine import ScoringEngine, TokenBatch
 from areal.engine.training.packing import Span
 from areal.engine.training.supervised import mean_nll
 from areal.utils.images import decode_image
@@ -144,3 +144,10 @@ def test_what_transformers_computes_is_float32_and_keeps_its_activations(tmp_pat
         open_runner(model, "bfloat16")
     with pytest.raises(ConfigError, match=r"lower actor\.max_tokens_per_mb"):
         open_trainable(model, gradient_checkpointing=True)
+
+
+def test_a_frozen_model_has_no_gradient_and_the_same_log_probs(llava: Path) -> None:
+    frozen = open_trainable(llava, frozen=True)
+    assert frozen.flat_grad is None
+    assert not any(tensor.requires_grad for _, tensor in frozen.named_weights())
+    torch.testing.assert_close(ScoringEngine(frozen).logprobs(batch(llava)), trainer(llava).logprobs(batch(llava)))

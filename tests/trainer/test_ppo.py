@@ -16,8 +16,11 @@ from areal.api.errors import ArealError, EngineError, RunExists
 from areal.api.messages import GroupResult
 from areal.config.experiment import DatasetConfig
 from areal.config.rollout import GenerationHyperparameters
-from areal.config.training import EvaluatorConfig, RecoverConfig, SaverConfig
+from areal.config.training import EvaluatorConfig, OptimizerConfig, RecoverConfig, ReferenceConfig, SaverConfig
+from areal.engine.models import open_trainable
+from areal.engine.training.engine import ScoringEngine
 from areal.trainer.logs import read_lines, read_metrics
+from areal.trainer.ppo import PPOTrainer
 
 pytestmark = pytest.mark.slow
 
@@ -48,6 +51,31 @@ def test_a_step_whose_weights_could_not_be_published_is_written_down_once(
     tasks = [row["task_id"] for row in read_lines(run_dir / "rollouts.jsonl")]
     assert tasks == [task for task in range(8) for _ in range(4)]
     assert all("step_seconds" in row for row in read_metrics(run_dir))
+
+
+def test_a_run_with_a_kl_penalty_has_a_reference_without_a_gradient(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[ScoringEngine] = []
+    open_reference = PPOTrainer._open_reference
+
+    def watched(trainer: PPOTrainer) -> ScoringEngine:
+        opened.append(open_reference(trainer))
+        return opened[-1]
+
+    monkeypatch.setattr(PPOTrainer, "_open_reference", watched)
+    config = ppo_config(tmp_path, model, ref=ReferenceConfig(path=str(model)))
+    config.actor.kl_ctl = 0.1
+    config.actor.optimizer = OptimizerConfig(lr=1e-2, warmup_steps=0)
+    run(config, monkeypatch)
+    (reference,) = opened
+    assert reference.model.flat_grad is None
+    assert not reference.flat.requires_grad
+    fresh = open_trainable(model).flat
+    assert torch.equal(reference.flat, fresh.detach())
+    penalties = [row["kl"] for row in read_metrics(tmp_path / "test/one")]
+    assert penalties[0] == pytest.approx(0.0, abs=1e-6)
+    assert all(penalty > 1e-6 for penalty in penalties[1:])
 
 
 def truncate(path: Path) -> None:

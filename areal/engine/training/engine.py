@@ -71,8 +71,8 @@ class TrainableModel(Protocol):
         ...
 
     @property
-    def flat_grad(self) -> Tensor:
-        """The buffer in which gradients accumulate."""
+    def flat_grad(self) -> Tensor | None:
+        """The buffer in which gradients accumulate; None = the model is frozen."""
         ...
 
     @property
@@ -101,7 +101,41 @@ class TrainableModel(Protocol):
         ...
 
 
-class TrainingEngine:
+class ScoringEngine:
+    """Computes log-probs. A frozen model, which the reference is, takes the memory of its weights only."""
+
+    def __init__(self, model: TrainableModel, *, max_tokens_per_mb: int = 16384, dtype: str = "float32") -> None:
+        """With `dtype` bfloat16 matrix products and attention are computed in it."""
+        self.model = model
+        self.flat = model.flat
+        self.device = self.flat.device
+        self.max_tokens_per_mb = max_tokens_per_mb
+        self._dtype = dtype
+
+    def logprobs(self, batch: TokenBatch) -> Tensor:
+        """Log-probability of every trained token [N] under the present weights, on the host."""
+        batch = batch.on(self.device)
+        out = self.flat.new_empty(len(batch.temperatures))
+        with torch.no_grad():
+            for part in self._passes(batch):
+                out[part.order] = self._logprobs(part, batch)
+        return to_host(out)[0]
+
+    def _passes(self, batch: TokenBatch) -> Iterable[Pass]:
+        return self.model.passes(batch.spans, self.max_tokens_per_mb)
+
+    def _logprobs(self, part: Pass, batch: TokenBatch) -> Tensor:
+        with self._arithmetic():
+            return self.model.logprobs(part, batch.temperatures[part.order])
+
+    def _arithmetic(self) -> AbstractContextManager[Any]:
+        if self._dtype == "float32":
+            return nullcontext()
+        autocast: AbstractContextManager[Any] = torch.autocast(self.device.type, dtype=getattr(torch, self._dtype))
+        return autocast
+
+
+class TrainingEngine(ScoringEngine):
     """Implements `TrainEngine`: a model, its optimizer, and the versions that it publishes."""
 
     def __init__(
@@ -119,14 +153,13 @@ class TrainingEngine:
         With `dtype` bfloat16 matrix products and attention are computed in it; weights, gradients, norms, log-probs and
         the optimizer stay float32.
         """
-        self.model: TrainableModel = PackedDecoder(model) if isinstance(model, Architecture) else model
+        opened: TrainableModel = PackedDecoder(model) if isinstance(model, Architecture) else model
+        super().__init__(opened, max_tokens_per_mb=max_tokens_per_mb, dtype=dtype)
         self.version = 0
         self.total_steps = total_steps
-        self.max_tokens_per_mb = max_tokens_per_mb
         self._config = optimizer
-        self._dtype = dtype
-        self.flat, self.flat_grad = self.model.flat, self.model.flat_grad
-        self.device = self.flat.device
+        assert opened.flat_grad is not None, "a frozen model cannot be trained"
+        self.flat_grad = opened.flat_grad
         if directory is not None:
             self.model.load(directory)
         self._optimizer = self._make_optimizer()
@@ -134,15 +167,6 @@ class TrainingEngine:
         self._writer: WeightWriter | None = None
         self.shared_dir: Path | None = None
         """Where the weights are published; None = a directory of its own, made by the first `publish`."""
-
-    def logprobs(self, batch: TokenBatch) -> Tensor:
-        """Log-probability of every trained token [N] under the present weights, on the host."""
-        batch = batch.on(self.device)
-        out = self.flat.new_empty(len(batch.temperatures))
-        with torch.no_grad():
-            for part in self._passes(batch):
-                out[part.order] = self._logprobs(part, batch)
-        return to_host(out)[0]
 
     def train_batch(self, batch: TokenBatch, loss: Loss, place: int | None = None) -> Figures:
         """One optimizer step, or none for an empty batch; returns the loss's figures and the step's own.
@@ -210,19 +234,6 @@ class TrainingEngine:
         """The package's own decoder, where it is the model."""
         assert isinstance(self.model, PackedDecoder), "this model is computed by transformers"
         return self.model.decoder
-
-    def _passes(self, batch: TokenBatch) -> Iterable[Pass]:
-        return self.model.passes(batch.spans, self.max_tokens_per_mb)
-
-    def _logprobs(self, part: Pass, batch: TokenBatch) -> Tensor:
-        with self._arithmetic():
-            return self.model.logprobs(part, batch.temperatures[part.order])
-
-    def _arithmetic(self) -> AbstractContextManager[Any]:
-        if self._dtype == "float32":
-            return nullcontext()
-        autocast: AbstractContextManager[Any] = torch.autocast(self.device.type, dtype=getattr(torch, self._dtype))
-        return autocast
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
         config = self._config

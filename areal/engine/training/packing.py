@@ -51,12 +51,18 @@ class PackedDecoder:
     """Implements `TrainableModel`."""
 
     def __init__(
-        self, architecture: Architecture, *, gradient_checkpointing: bool = False, device: torch.device = CPU
+        self,
+        architecture: Architecture,
+        *,
+        gradient_checkpointing: bool = False,
+        device: torch.device = CPU,
+        frozen: bool = False,
     ) -> None:
-        """The weights are zeros, to be loaded or initialised."""
+        """The weights are zeros, to be loaded or initialised; frozen ones have no gradient."""
         self._gradient_checkpointing = gradient_checkpointing
         size = parameter_count(architecture)
-        self.flat, self.flat_grad = (torch.zeros(size, device=device) for _ in range(2))
+        self.flat = torch.zeros(size, device=device)
+        self.flat_grad = None if frozen else torch.zeros(size, device=device)
         self.decoder = Decoder(architecture, self.flat, self.flat_grad)
         self.matrices = sum(p.numel() for p in self.decoder.parameters.values() if p.dim() > 1)
 

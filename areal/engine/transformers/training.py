@@ -48,7 +48,6 @@ class TransformersTraining:
     """Implements `TrainableModel`."""
 
     def __init__(self, model: TransformersModel) -> None:
-        assert model.flat_grad is not None, "open the model with trainable=True"
         self.model = model
         self.flat, self.flat_grad, self.matrices = model.flat, model.flat_grad, model.matrices
 
