@@ -241,6 +241,31 @@ async def test_faster_layouts_follow_a_swap_whatever_was_asked_first(monkeypatch
     trainer.close()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layouts_that_were_prepared_before_a_swap_are_those_made_after_it(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoder_runner, "SMALLEST_BYTES", 0)
+    engines = training_engine(), training_engine()
+    waiting, prepared = (DecoderRunner(engine.decoder, dtype=dtype) for engine in engines)
+    for runner in (waiting, prepared):
+        runner.prefill([0], [[1, 2, 3]])
+    new = [(tensor.detach(), tensor.detach() * 1.3) for _, tensor in prepared.named_weights()]
+    layouts = prepared.prepare(new)
+    assert (layouts is not None) == bool(prepared._matrices.weights)
+    assert torch.equal(prepared.decode([5], [3]), waiting.decode([5], [3])), "the present weights count until the swap"
+    for tensor, value in new:
+        tensor.copy_(value)
+    prepared.adopt(layouts)
+    engines[0].decoder.flat.detach().mul_(1.3)
+    for batch in (1, 3, 60):
+        prompts = [[i, i + 1, i + 2] for i in range(batch)]
+        for runner in (waiting, prepared):
+            runner.prefill(range(batch), prompts)
+        logits = [runner.decode([9] * batch, [3] * batch) for runner in (waiting, prepared)]
+        assert torch.equal(*logits)
+
+
 def test_bfloat16_has_no_layouts_where_the_processor_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoder_runner, "SMALLEST_BYTES", 0)
     runner = DecoderRunner(training_engine().decoder, dtype=torch.bfloat16)

@@ -8,6 +8,7 @@ of a step; the rest as in model/decoder.py.
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -63,7 +64,7 @@ class DecoderRunner:
         self._computing = decoder if dtype == decoder.flat.dtype else Decoder(a, decoder.flat.to(dtype))
         self._cache_shape = CacheShape(a.num_layers, a.num_kv_heads, a.head_dim, dtype, self.device)
         self._cache = KeyValueCache(self._cache_shape, a.max_positions)
-        self._matrices = Matrices([p for p in self._computing.parameters.values() if p.dim() > 1])
+        self._matrices = Matrices(_matrices(self._computing))
         self._prefixes = PrefixTree(
             int(PREFIX_MEMORY_SHARE * memory_bytes(self.device)) if prefix_bytes is None else prefix_bytes
         )
@@ -167,6 +168,32 @@ class DecoderRunner:
             self._prefixes.clear()
         self._seen_version = version
 
+    @torch.inference_mode()
+    def prepare(self, changes: Sequence[tuple[Tensor, Tensor]]) -> "Layouts | None":
+        """The layouts of the matrices under new weights, so that nobody waits for them after the swap.
+
+        None = there are none, or no room for a second set.
+        """
+        if not self._matrices.fit_twice:
+            return None
+        flat = self.decoder.flat
+        new_flat = flat.clone()
+        for tensor, new in changes:
+            offset = tensor.storage_offset() - flat.storage_offset()
+            new_flat.as_strided(tensor.shape, tensor.stride(), offset).copy_(new)
+        new_decoder = Decoder(self._architecture, new_flat.to(self._computing.flat.dtype))
+        return Layouts.of(_matrices(self._computing), _matrices(new_decoder))
+
+    @torch.inference_mode()
+    def adopt(self, prepared: object) -> None:
+        if not isinstance(prepared, Layouts):
+            return
+        if self._computing is not self.decoder:
+            self._computing.flat.copy_(self.decoder.flat)
+        self._matrices.layouts = prepared
+        self._prefixes.clear()
+        self._seen_version = self.decoder.flat._version
+
     def _make_room(self, piece: Piece) -> None:
         """Rows for a prompt that will be complete, and for its next token; otherwise room for the partial prompt."""
         if not piece.last:
@@ -241,6 +268,22 @@ BLOCKED_FOR = 32
 """Tokens that oneDNN's layout is chosen for; layouts for 8 and 128 were equally fast."""
 
 
+@dataclass(frozen=True)
+class Layouts:
+    """Copies of matrices, by the id of the weight that each is used for."""
+
+    transposed: dict[int, Tensor]
+    blocked: dict[int, Tensor]
+
+    @classmethod
+    def of(cls, weights: Sequence[Tensor], values: Sequence[Tensor]) -> "Layouts":
+        """`values` are those of the weights, now or after a swap."""
+        pairs = list(zip(map(id, weights), values, strict=True))
+        return cls(
+            {key: value.t().contiguous() for key, value in pairs}, {key: _reordered(value) for key, value in pairs}
+        )
+
+
 class Matrices:
     """Multiplies by any of `weights`, in the layouts that are fastest on this processor; `refresh` reads them again.
 
@@ -254,28 +297,39 @@ class Matrices:
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
         size = sum(weight.numel() * weight.element_size() for weight in weights)
-        fits = size >= SMALLEST_BYTES and 2 * size <= COPIES_MEMORY_SHARE * memory_bytes(weights[0].device)
+        room = COPIES_MEMORY_SHARE * memory_bytes(weights[0].device)
+        fits = size >= SMALLEST_BYTES and 2 * size <= room
         self.weights = list(weights) if fits and _has_layouts(weights[0]) else []
-        self._transposed: dict[int, Tensor] = {}
-        self._blocked: dict[int, Tensor] = {}
+        self.fit_twice = bool(self.weights) and 5 * size <= room
+        """Whether there is room for the weights and layouts of a version that waits for its swap."""
+        self.layouts = Layouts({}, {})
 
     def refresh(self) -> None:
+        if not self.layouts.transposed:
+            self.layouts = Layouts.of(self.weights, self.weights)
+            return
         for weight in self.weights:
-            key = id(weight)
-            if key in self._transposed:
-                self._transposed[key].copy_(weight.t())
-            else:
-                self._transposed[key] = weight.t().contiguous()
-            self._blocked[key] = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), BLOCKED_FOR)
+            self.layouts.transposed[id(weight)].copy_(weight.t())
+            self.layouts.blocked[id(weight)] = _reordered(weight)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if not self.weights:
             return F.linear(x, weight, bias)
         if x.shape[0] in BLOCKED_TOKENS:
-            product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._blocked[id(weight)], bias, "none", [], "")
+            blocked = self.layouts.blocked[id(weight)]
+            product: Tensor = torch.ops.mkldnn._linear_pointwise(x, blocked, bias, "none", [], "")
             return product
-        transposed = self._transposed[id(weight)]
+        transposed = self.layouts.transposed[id(weight)]
         return torch.mm(x, transposed) if bias is None else torch.addmm(bias, x, transposed)
+
+
+def _matrices(decoder: Decoder) -> list[Tensor]:
+    return [parameter for parameter in decoder.parameters.values() if parameter.dim() > 1]
+
+
+def _reordered(weight: Tensor) -> Tensor:
+    blocked: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), BLOCKED_FOR)
+    return blocked
 
 
 def _has_layouts(weight: Tensor) -> bool:

@@ -29,7 +29,7 @@ from areal.api.engine_api import EngineHealth, WeightUpdate
 from areal.api.errors import EngineError, EngineGone
 from areal.api.io_struct import ModelRequest, ModelResponse, StopReason, TokenChunk
 from areal.engine.inference.grammar import GrammarCompiler
-from areal.engine.inference.model_runner import MixedRunner, ModelRunner, Piece, WholePrompts
+from areal.engine.inference.model_runner import MixedRunner, ModelRunner, Piece, PreparingRunner, WholePrompts
 from areal.engine.inference.sampler import sample
 from areal.engine.inference.scheduler import StepScheduler
 from areal.engine.inference.sequence import PROCESS_ENDS, SequenceState
@@ -70,6 +70,8 @@ class EmbeddedEngine:
         self._grammars = GrammarCompiler(tokenizer, runner.vocab_size)
         self._weights = LiveWeights(runner)
         self._staged: StagedWeights | None = None
+        self._prepared: tuple[StagedWeights, object] | None = None
+        """What the runner has made of them already."""
         self._version = version
         self._digests = {version: digest_of_tensors(runner.named_weights())}
         self._loop: asyncio.Task[None] | None = None
@@ -113,9 +115,9 @@ class EmbeddedEngine:
         if self._weights.size_bytes < SMALL_WEIGHTS_BYTES:
             self._staged = self._weights.stage(update)
             return
-        staged = await asyncio.to_thread(self._weights.stage, update)
+        staged, prepared = await asyncio.to_thread(self._stage, update)
         self._check_alive()
-        self._staged = staged
+        self._staged, self._prepared = staged, (staged, prepared)
 
     async def update_weights(self, update: WeightUpdate) -> None:
         """Copy the new weights between two steps, checked before."""
@@ -130,9 +132,18 @@ class EmbeddedEngine:
         for sequence in (*running.sequences, *self._scheduler.restarting):
             sequence.record_version(self._version)
         self._weights.swap(staged)
+        if isinstance(self._runner, PreparingRunner) and self._prepared is not None and self._prepared[0] is staged:
+            self._runner.adopt(self._prepared[1])
+        self._prepared = None
         self._version = update.version
         self._digests[update.version] = update.digest
         self._scheduler.restart()
+
+    def _stage(self, update: WeightUpdate) -> tuple[StagedWeights, object]:
+        """In a thread: what takes long must not be left for the swap, which requests wait for."""
+        staged = self._weights.stage(update)
+        runner = self._runner
+        return staged, runner.prepare(staged.pairs) if isinstance(runner, PreparingRunner) else None
 
     async def pause(self) -> None:
         self._check_alive()

@@ -100,6 +100,19 @@ class MixedRunner(Protocol):
     def move(self, source: int, target: int, length: int) -> None: ...
 
 
+@runtime_checkable
+class PreparingRunner(Protocol):
+    """A runner that makes something of its weights, and can make it of new ones before these take their place."""
+
+    def prepare(self, changes: Sequence[tuple[Tensor, Tensor]]) -> object:
+        """What `adopt` takes once each of these tensors has its new values. May be called in another thread."""
+        ...
+
+    def adopt(self, prepared: object) -> None:
+        """The tensors have just got the values that this was prepared for."""
+        ...
+
+
 class WholePrompts:
     """A `MixedRunner` on a plain `ModelRunner`: a prompt is one piece, and no prefix is cached."""
 
