@@ -19,8 +19,9 @@ from areal.infra.rpc.channel import Channel, ChannelClosed, Handler
 
 CONTROL_SECONDS = 60.0
 """How long a control call may take: it is served between two decode steps."""
-SILENT_SECONDS = 120.0
-"""How long an engine that fetches and verifies weights may report no progress; generation goes on meanwhile."""
+SILENT_SECONDS = 600.0
+"""How long an engine that fetches and verifies weights may report no progress; generation goes on meanwhile. A piece
+that does not arrive ends its fetch much sooner; a large model on a busy machine takes minutes to be verified."""
 GATHER_SECONDS = 0.25
 """How much drawing a call that does not stream may lose if its engine ends."""
 PROGRESS = "progress"
