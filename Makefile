@@ -6,7 +6,8 @@
 #   make test-camel             run those with CAMEL-AI, which need an environment of their own
 #   make test-vllm              run those with a vLLM server (its CPU build), which needs an environment of its own
 #   make test-slurm             run those on a Slurm cluster of hosts in namespaces; installs Slurm, needs root and apt-get
-#   make test-ray               run those on a Ray cluster of two nodes; installs Ray
+#   make test-ray               run those on a Ray cluster; installs Ray, needs root for nodes that are hosts in namespaces
+#   make combinations           train one YAML on every scheduler and engine, and print the table; needs root and apt-get
 #   make fuzz [ARGS="--seed 2"] send the proxy 20,000 mutated requests; fails on any 500, hang or long echo
 #   make survive [ARGS=--quick] attack calls, processes and agents for a quarter of an hour; lists what was harmed
 #   make lint                   ruff (rules and format) and the type checker
@@ -23,7 +24,7 @@ SLURM := slurm-wlm slurmctld slurmd slurm-client munge iproute2 util-linux
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test test-fast test-camel test-vllm test-slurm test-ray fuzz survive lint venv clean
+.PHONY: help demo test test-fast test-camel test-vllm test-slurm test-ray combinations slurm fuzz survive lint venv clean
 .DELETE_ON_ERROR:
 
 help:
@@ -45,12 +46,18 @@ test-camel: .venv-camel/.installed
 test-vllm: .venv/.installed-dev .venv-vllm/.installed
 	@$(BIN)/python -m pytest -m vllm tests/vllm $(ARGS)
 
-test-slurm: .venv/.installed-dev
-	@command -v slurmctld munged ip nsenter > /dev/null || (apt-get update -qq && apt-get install -y -qq --no-install-recommends $(SLURM)) > /dev/null
+test-slurm: .venv/.installed-dev slurm
 	@$(BIN)/python -m pytest tests/slurm $(ARGS)
 
 test-ray: .venv/.installed-ray
 	@$(BIN)/python -m pytest tests/ray $(ARGS)
+
+combinations: .venv/.installed-ray .venv-vllm/.installed slurm
+	@$(BIN)/python -m benchmarks.combinations $(ARGS)
+
+slurm:
+	@for each in slurmctld slurmd srun munged ip nsenter; do command -v $$each > /dev/null || missing=1; done; \
+	if [ -n "$$missing" ]; then echo "installing Slurm" && (apt-get update -qq && apt-get install -y -qq --no-install-recommends $(SLURM)) > /dev/null; fi
 
 fuzz: .venv/.installed-dev
 	@$(BIN)/python -m benchmarks.fuzz $(ARGS)

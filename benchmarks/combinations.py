@@ -288,8 +288,8 @@ def run(schedulers: Sequence[str], backends: Sequence[str]) -> tuple[dict[str, A
 
 def table(outcomes: Sequence[Outcome]) -> str:
     """In Markdown."""
-    titles = ("scheduler", "backend", "engines and workers", "seconds", "episodes/s", "versions", "log-probs differ by")
-    titles += ("same answers", "result")
+    titles = ["scheduler", "backend", "engines and workers", "seconds", "episodes/s", "versions", "log-probs differ by"]
+    titles += ["same answers", "result"]
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for each in outcomes:
         where = ", ".join(f"{host} {count}" for host, count in each.processes.items())
