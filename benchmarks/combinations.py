@@ -14,6 +14,7 @@ import argparse
 import importlib.util
 import json
 import os
+import secrets
 import subprocess
 import sys
 import tempfile
@@ -43,6 +44,8 @@ from benchmarks.report import Aim, main
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples/agent_workflow"
 MODEL = "builtin:tiny-math"
+RUN = "runs/combinations/one"
+"""Where a run leaves what it did."""
 SCHEDULERS = ("local", "slurm", "ray")
 ADDRESSES = "addresses"
 """In place of a backend: `rollout.addresses`."""
@@ -54,6 +57,7 @@ LOOK_SECONDS = 0.2
 VLLM_PYTHON = ROOT / ".venv-vllm/bin/python"
 CHANGES: dict[str, Any] = {
     "experiment_name": "combinations",
+    "trial_name": "one",
     "total_train_steps": STEPS,
     "actor": {"kl_ctl": 1.0e-3},  # then the log-probs of every token are compared
     "ref": {"path": MODEL},
@@ -148,10 +152,13 @@ def why_not(scheduler: str, backend: str) -> str:
 
 
 @contextmanager
-def backend_settings(backend: str, place: Place, logs: Path) -> Iterator[list[str]]:
+def backend_settings(backend: str, place: Place, secret: Path) -> Iterator[list[str]]:
+    """`secret`: a file in which a server's secret may be left."""
     if backend == ADDRESSES:
-        with engine_server(place, logs / "server.log") as address:
-            yield [f"rollout.addresses=[{address}]"]
+        secret.touch(mode=0o600)
+        secret.write_text(secrets.token_hex(32))
+        with engine_server(place, secret) as address:
+            yield [f"rollout.addresses=[{address}]", f"rollout.secret_file={secret}"]
     elif backend.startswith("vllm"):
         yield [
             f"rollout.backend={backend}",
@@ -163,10 +170,11 @@ def backend_settings(backend: str, place: Place, logs: Path) -> Iterator[list[st
 
 
 @contextmanager
-def engine_server(place: Place, log: Path) -> Iterator[str]:
+def engine_server(place: Place, secret: Path) -> Iterator[str]:
     """An engine that was started by hand; yields where it serves."""
     argv = [sys.executable, "-m", "areal.engine.inference.server", str(find_model(MODEL))]
-    argv += ["--listen", f"tcp:{place.address}:0"]
+    argv += ["--listen", f"tcp:{place.address}:0", "--secret-file", str(secret)]
+    log = secret.with_name("server.log")
     with log.open("wb") as file:
         server = subprocess.Popen(
             place.inside(*argv), stdout=file, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"}
@@ -180,36 +188,38 @@ def engine_server(place: Place, log: Path) -> Iterator[str]:
         yield log.read_text().partition(says)[2].split()[0]
     finally:
         server.terminate()
-        server.wait(30)
+        server.wait(RUN_SECONDS["embedded"])
 
 
-def train(config: Path, place: Place, backend: str, directory: Path) -> tuple[Outcome, Path]:
-    """One run of the example; returns its directory too."""
-    outcome = Outcome(place.settings[0].partition("=")[2], backend, "failed")
-    run_dir, log = directory / "runs/combinations/one", directory / "driver.log"
-    seconds = RUN_SECONDS["vllm" if backend.startswith("vllm") else "embedded"]
-    with backend_settings(backend, place, directory) as settings:
-        argv = [sys.executable, str(EXAMPLE / "train.py"), "--config", str(config), "trial_name=one"]
-        argv += [f"output_dir={directory / 'runs'}", *place.settings, *settings]
-        began = time.monotonic()
-        with log.open("wb") as file:
+def train(config: Path, place: Place, outcome: Outcome, directory: Path) -> Outcome:
+    """One run of the example. A reason says that it failed."""
+    seconds = RUN_SECONDS["vllm" if outcome.backend.startswith("vllm") else "embedded"]
+    log = directory / "driver.log"
+    try:
+        with backend_settings(outcome.backend, place, directory / "secret") as settings, log.open("wb") as file:
+            argv = [sys.executable, str(EXAMPLE / "train.py"), "--config", str(config), *place.settings, *settings]
+            argv += [f"output_dir={directory / 'runs'}"]
+            began = time.monotonic()
             driver = subprocess.Popen(
                 place.inside(*argv), stdout=file, stderr=subprocess.STDOUT, env={**os.environ, **place.env}
             )
-        try:
-            while driver.poll() is None and time.monotonic() - began < seconds:
-                outcome.processes = _most(outcome.processes, _processes(place))
-                time.sleep(LOOK_SECONDS)
-        finally:
-            if driver.poll() is None:
-                outcome.reason = f"it did not end within {seconds:g} s"
-                driver.terminate()
-                driver.wait(60)
-    outcome.seconds = round(time.monotonic() - began, 1)
+            try:
+                while driver.poll() is None and time.monotonic() - began < seconds:
+                    outcome.processes = _most(outcome.processes, _processes(place))
+                    time.sleep(LOOK_SECONDS)
+            finally:
+                if driver.poll() is None:
+                    outcome.reason = f"it did not end within {seconds:g} s"
+                    driver.terminate()
+                    driver.wait(60)
+            outcome.seconds = round(time.monotonic() - began, 1)
+    except RuntimeError as error:
+        outcome.reason = str(error)
+        return outcome
     if driver.returncode:
         said = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
         outcome.reason = outcome.reason or f"code {driver.returncode}: {said[-1] if said else 'it said nothing'}"
-    return outcome, run_dir
+    return outcome
 
 
 def examine(outcome: Outcome, run_dir: Path, first: dict[tuple[int, int], list[str]]) -> None:
@@ -269,10 +279,10 @@ def run(schedulers: Sequence[str], backends: Sequence[str]) -> tuple[dict[str, A
                         place = place or stack.enter_context(PLACES[scheduler]())
                         where = Path(directory) / f"{scheduler}-{backend.replace(':', '-')}"
                         where.mkdir()
-                        outcome, run_dir = train(config, place, backend, where)
+                        outcome = train(config, place, Outcome(scheduler, backend, "failed"), where)
                         if not outcome.reason:
-                            examine(outcome, run_dir, first)
-                            first = first or answers_of(_rows(run_dir / "rollouts.jsonl"))
+                            examine(outcome, where / RUN, first)
+                            first = first or answers_of(_rows(where / RUN / "rollouts.jsonl"))
                     took = "" if outcome.seconds is None else f" in {outcome.seconds:.0f} s"
                     print(outcome.result + took, outcome.reason, file=sys.stderr, flush=True)
                     outcomes.append(outcome)
