@@ -29,7 +29,7 @@ RAY_READY_SECONDS = 100.0
 LOCK = Path("/run/areal-hosts.lock")
 """Held while hosts are up: a machine has them once."""
 HOST_PROGRAMS = ("ip", "nsenter", "unshare")
-SLURM_PROGRAMS = ("slurmctld", "slurmd", "srun", "munged")
+SLURM_PROGRAMS = ("slurmctld", "slurmd", "srun", "munged", "setpriv")
 
 
 class Hosts:
@@ -82,6 +82,9 @@ class Hosts:
 
     def _remove(self) -> None:
         for name in self.names:
+            for pid in _run("ip", "netns", "pids", name, check=False).split():
+                with suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
             _run("ip", "netns", "del", name, check=False)
             _run("ip", "link", "del", f"v{name}", check=False)
         _run("ip", "link", "del", BRIDGE, check=False)
@@ -134,6 +137,7 @@ class SlurmCluster:
         self.config = directory / "slurm.conf"
         self._directory = directory
         self._hosts = hosts
+        self._daemons: list[subprocess.Popen[bytes]] = []
 
     @property
     def env(self) -> dict[str, str]:
@@ -147,23 +151,35 @@ class SlurmCluster:
         key.write_bytes(secrets.token_bytes(1024))
         key.chmod(0o400)
         files = [f"--{kind}-file={munge}/{kind}" for kind in ("key", "pid", "log", "seed")]
-        _run("munged", "--force", f"--socket={munge}/socket", "--num-threads=2", *files)
+        self._start("munged", "--foreground", "--force", f"--socket={munge}/socket", "--num-threads=2", *files)
+        until((munge / "socket").exists, READY_SECONDS, "socket of munged")
         self.config.write_text(self._settings())
-        _run("slurmctld", "-f", str(self.config))
+        self._start("slurmctld", "-D", "-f", str(self.config))
         for name in self._hosts.names:
-            _run(*self._hosts.inside(name, "slurmd", "-f", str(self.config), "-N", name), env=self.env)
+            self._start(*self._hosts.inside(name, "slurmd", "-D", "-f", str(self.config), "-N", name))
         until(lambda: self._idle() == len(self._hosts.names), READY_SECONDS, "idle nodes")
 
     def down(self) -> None:
-        for path in [
-            *self._directory.glob("slurmd.*.pid"),
-            self._directory / "slurmctld.pid",
-            self._directory / "munge/pid",
-        ]:
-            with suppress(FileNotFoundError, ValueError, ProcessLookupError):
-                os.kill(int(path.read_text()), signal.SIGKILL)
+        for daemon in self._daemons:
+            daemon.kill()
+            daemon.wait(10)
+        self._daemons.clear()
         for name in self._hosts.names:  # what a failed test left on a node
             self._hosts.kill_all(name)
+
+    def _start(self, *argv: str) -> None:
+        """A daemon that ends with this process, also if that is killed: the next cluster needs its port."""
+        log = self._directory / "log" / "daemons.log"
+        with log.open("ab") as file:
+            self._daemons.append(
+                subprocess.Popen(
+                    ["setpriv", "--pdeathsig", "KILL", *argv],
+                    env={**os.environ, **self.env},
+                    stdin=subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                )
+            )
 
     def run(self, *argv: str, check: bool = True) -> str:
         """What a Slurm command prints."""

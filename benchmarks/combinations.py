@@ -54,6 +54,7 @@ STEPS, TASKS, SAMPLES = 5, 4, 4
 RUN_SECONDS = {"embedded": 300.0, "vllm": 1200.0}
 """vLLM on a CPU takes minutes to start."""
 LOOK_SECONDS = 0.2
+LOG_CHARACTERS = 3000
 VLLM_PYTHON = ROOT / ".venv-vllm/bin/python"
 CHANGES: dict[str, Any] = {
     "experiment_name": "combinations",
@@ -217,8 +218,9 @@ def train(config: Path, place: Place, outcome: Outcome, directory: Path) -> Outc
         outcome.reason = str(error)
         return outcome
     if driver.returncode:
-        said = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-        outcome.reason = outcome.reason or f"code {driver.returncode}: {said[-1] if said else 'it said nothing'}"
+        outcome.reason = outcome.reason or f"code {driver.returncode}"
+    if outcome.reason:
+        print(f"failed; the end of its log is\n{log.read_text(errors='replace')[-LOG_CHARACTERS:]}", file=sys.stderr)
     return outcome
 
 
