@@ -268,8 +268,9 @@ class RayCluster:
 
     @property
     def env(self) -> dict[str, str]:
-        """Ray's monitor of memory would look at the whole machine, which is not the cluster's alone."""
-        return {"RAY_memory_monitor_refresh_ms": "0"}
+        """Ray's monitor of memory would look at the whole machine, and what Ray starts would come after all else on it
+        (niceness 15): the machine is not the cluster's alone."""
+        return {"RAY_memory_monitor_refresh_ms": "0", "RAY_worker_niceness": "0"}
 
 
 def why_no_hosts() -> str | None:
