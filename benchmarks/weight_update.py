@@ -44,7 +44,7 @@ from benchmarks.smollm2 import smollm2
 
 VERSIONS = 8
 REQUESTS = 4
-START_SECONDS = 300.0
+START_SECONDS = 900.0
 PROMPT_TOKENS, ANSWER_TOKENS = 64, 64
 PAUSE_AIMS = {"embedded": 0.1, "vllm": 1.0}
 """Seconds, by the kind of engine."""
