@@ -22,6 +22,8 @@ from areal.engine.model.architecture import read_architecture
 from areal.engine.training.engine import TrainingEngine
 
 T = TypeVar("T")
+PATIENCE_SECONDS = 60.0
+"""How long a test waits for anything; tests of engines that are slower set it."""
 LONG = 600
 """Tokens that take far longer to draw than a call takes to reach the engine."""
 
@@ -79,7 +81,12 @@ def ask(ids: list[int] | None = None, **settings: Any) -> ModelRequest:
 
 
 async def soon(awaitable: Awaitable[T]) -> T:
-    return await asyncio.wait_for(awaitable, 60)
+    async with patience():
+        return await awaitable
+
+
+def patience() -> asyncio.Timeout:
+    return asyncio.timeout(PATIENCE_SECONDS)
 
 
 async def answer(engine: InferenceEngine, *args: Any, **settings: Any) -> ModelResponse:
@@ -88,7 +95,7 @@ async def answer(engine: InferenceEngine, *args: Any, **settings: Any) -> ModelR
 
 async def until(engine: InferenceEngine, **wanted: int) -> EngineHealth:
     """The engine's health, once it shows that many requests running and waiting."""
-    async with asyncio.timeout(60):
+    async with patience():
         while True:
             health = await engine.health()
             if all(getattr(health, name) == count for name, count in wanted.items()):

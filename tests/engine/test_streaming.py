@@ -6,7 +6,7 @@ from contextlib import aclosing
 from typing import Any
 
 import pytest
-from engine_kinds import LONG, Engines, answer, ask, soon, until
+from engine_kinds import LONG, Engines, answer, ask, patience, soon, until
 
 from areal.api.engine_api import InferenceEngine
 from areal.api.errors import ContextLengthError, EngineError
@@ -20,7 +20,7 @@ async def stream(engine: InferenceEngine, *args: Any, **settings: Any) -> list[T
 
 
 async def rest(chunks: AsyncGenerator[TokenChunk, None]) -> list[TokenChunk]:
-    async with asyncio.timeout(60), aclosing(chunks):
+    async with patience(), aclosing(chunks):
         return [chunk async for chunk in chunks]
 
 
@@ -38,7 +38,7 @@ async def test_chunks_join_to_the_answer_that_a_plain_call_gives(engine: Inferen
 
 
 async def test_tokens_arrive_before_the_answer_is_finished(engine: InferenceEngine) -> None:
-    async with asyncio.timeout(60), aclosing(engine.astream(ask(max_new_tokens=LONG, seed=1))) as chunks:
+    async with patience(), aclosing(engine.astream(ask(max_new_tokens=LONG, seed=1))) as chunks:
         first = await anext(chunks)
         assert first.response is None
         assert 0 < len(first.tokens) < LONG
@@ -98,7 +98,7 @@ async def test_streams_and_plain_calls_share_the_engine(engine: InferenceEngine)
 
 async def test_new_weights_show_in_the_chunks_after_them(engines: Engines, engine: InferenceEngine) -> None:
     await engine.update_weights(old := engines.publish())
-    async with asyncio.timeout(60), aclosing(engine.astream(ask(max_new_tokens=LONG, seed=1))) as chunks:
+    async with patience(), aclosing(engine.astream(ask(max_new_tokens=LONG, seed=1))) as chunks:
         versions = [*(await anext(chunks)).versions]
         await engine.update_weights(new := engines.publish())
         async for chunk in chunks:

@@ -13,11 +13,15 @@ import pytest_asyncio
 TESTS = Path(__file__).parents[1]
 sys.path[:0] = [str(TESTS / "engine"), str(TESTS / "e2e")]  # the conformance suite and its models; real runs
 
+import engine_kinds  # noqa: E402
 from tiny_models import write_model  # noqa: E402
 from vllm_engines import VllmEngines, vllm_process  # noqa: E402
 
 from areal.api.engine_api import InferenceEngine  # noqa: E402
 from areal.engine.inference.vllm import START_SECONDS  # noqa: E402
+
+engine_kinds.PATIENCE_SECONDS = 300.0
+"""On a machine that is busy with other things, vLLM draws ten tokens a second."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

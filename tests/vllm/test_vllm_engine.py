@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_kinds import answer, ask, begin, soon, until
+from engine_kinds import answer, ask, begin, patience, soon, until
 from test_agreement import recomputed, requests
 from test_resumed_answers import beginning, resumed
 from tiny_models import byte_tokenizer
@@ -173,7 +173,7 @@ async def test_a_slow_reader_learns_the_version_that_drew_each_token(
 ) -> None:
     """Tokens wait for it through a swap; what it reads afterwards was drawn before."""
     await engine.update_weights(old := engines.publish())
-    async with asyncio.timeout(60), aclosing(engine.astream(ask(max_new_tokens=600, seed=1))) as chunks:
+    async with patience(), aclosing(engine.astream(ask(max_new_tokens=600, seed=1))) as chunks:
         read = await anext(chunks)
         await answer(engine, max_new_tokens=20)
         await engine.update_weights(new := engines.publish())
