@@ -2,9 +2,10 @@
 
 A model of 135M parameters answers without a pause while versions are published. Each has three parts: the trainer
 writes and hashes it, the engine fetches and checks it while it goes on generating (`stage`), and running requests wait
-for the swap and until they are computed again under the new weights (`pause`). "Same host" maps the trainer's shared
-memory; "other host" is an engine in a mount namespace with a shared memory of its own, which fetches the shards over
-TCP. Every token must come from a version that was published, with its digest, and versions never go back.
+(`pause`): for the swap, in which nothing is computed, and then until their tokens so far have been computed again under
+the new weights, which vLLM leaves out. "Same host" maps the trainer's shared memory; "other host" is an engine in a
+mount namespace with a shared memory of its own, which fetches the shards over TCP. Every token must come from a version
+that was published, with its digest, and versions never go back.
 """
 
 import argparse
@@ -143,10 +144,10 @@ async def measure(model: Path, backend: str, python: str, apart: bool, versions:
                 await engines.group.update_weights(update)
                 times.write.append(wrote - began)
                 times.stage.append(staged - wrote)
-                times.swap.append(time.monotonic() - staged)
 
             await publish(1)
             await engines.pauses()
+            await engines.swaps()
             load = [asyncio.ensure_future(_ask_on(group, number, published, times)) for number in range(REQUESTS)]
             for version in range(2, versions + 2):
                 await asyncio.sleep(1.0)  # requests are in the middle of their answers
@@ -154,7 +155,7 @@ async def measure(model: Path, backend: str, python: str, apart: bool, versions:
                     weights.flat.mul_(1.0001)
                 await publish(version)
             await asyncio.sleep(1.0)
-            times.pause = await engines.pauses()
+            times.pause, times.swap = await engines.pauses(), await engines.swaps()
             for task in load:
                 task.cancel()
             await asyncio.gather(*load, return_exceptions=True)
@@ -196,6 +197,14 @@ def run(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[Aim]]:
         aims.append(Aim.at_least(f"{where}: pauses that were measured", len(times.pause), 1))
         aims.append(
             Aim.at_most(f"{where}: median pause in seconds", math.inf if pause is None else pause, PAUSE_AIMS[backend])
+        )
+        swap = _median(times.swap)
+        aims.append(
+            Aim.at_most(
+                f"{where}: median seconds in which nothing is computed",
+                math.inf if swap is None else swap,
+                PAUSE_AIMS[backend],
+            )
         )
         aims.append(Aim.at_least(f"{where}: tokens that were looked at", times.tokens, 1))
         aims.append(Aim.at_most(f"{where}: tokens under a wrong version", times.wrong, 0))

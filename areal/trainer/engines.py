@@ -128,6 +128,10 @@ class Engines:
         """For how long each version held up generation, of every engine."""
         return [pause for each in await self.group.each("pauses") for pause in each]
 
+    async def swaps(self) -> list[float]:
+        """For how long nothing at all was computed meanwhile."""
+        return [swap for each in await self.group.each("swaps") for swap in each]
+
     async def catch_up(self, engine: RemoteEngine) -> None:
         """Give an engine the weights that were published last, also if that changes meanwhile."""
         taken = None

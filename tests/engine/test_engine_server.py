@@ -65,6 +65,7 @@ async def test_a_worker_may_generate_and_control_nothing(model: Path, tmp_path: 
             (worker.resume(), "resume"),
             (worker.activity(), "activity"),
             (worker.pauses(), "pauses"),
+            (worker.swaps(), "swaps"),
         ):
             with pytest.raises(RequestError, match=f"only the driver of a run may call '{verb}' on an engine"):
                 await refused

@@ -85,6 +85,7 @@ class EmbeddedEngine:
         self._activity = _Activity()
         self._pauses: list[float] = []
         self._pause_began: float | None = None
+        self._swaps: list[float] = []
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
         sequence = await self._admit(req)
@@ -126,9 +127,9 @@ class EmbeddedEngine:
             await self.stage_weights(update)
         assert self._staged is not None
         staged, self._staged = self._staged, None
-        running = self._scheduler.running
+        running, began = self._scheduler.running, time.monotonic()
         if running and self._pause_began is None:
-            self._pause_began = time.monotonic()
+            self._pause_began = began
         for sequence in (*running.sequences, *self._scheduler.restarting):
             sequence.record_version(self._version)
         self._weights.swap(staged)
@@ -138,6 +139,7 @@ class EmbeddedEngine:
         self._version = update.version
         self._digests[update.version] = update.digest
         self._scheduler.restart()
+        self._swaps.append(time.monotonic() - began)
 
     def _stage(self, update: WeightUpdate) -> tuple[StagedWeights, object]:
         """In a thread: what takes long must not be left for the swap, which requests wait for."""
@@ -175,6 +177,11 @@ class EmbeddedEngine:
         until all of them were computed again under the new weights."""
         pauses, self._pauses = self._pauses, []
         return pauses
+
+    def swaps(self) -> list[float]:
+        """The part of it in which nothing could be computed: how many seconds each change of weights took."""
+        swaps, self._swaps = self._swaps, []
+        return swaps
 
     def cpu_seconds(self) -> float:
         return time.process_time()

@@ -106,6 +106,7 @@ class HttpEngine(ABC):
         self._arrivals = _Arrivals()
         self._activity: list[tuple[float, float]] = []
         self._pauses: list[float] = []
+        self._swaps: list[float] = []
         server.on_death = self._fail
 
     @classmethod
@@ -213,8 +214,9 @@ class HttpEngine(ABC):
                 self._fail(f"a change of weights to version {update.version} was not completed: {error!r}")
                 raise
             self._staged = None
+            self._swaps.append(time.monotonic() - began)
             if running:
-                self._pauses.append(time.monotonic() - began)
+                self._pauses.append(self._swaps[-1])
 
     async def pause(self) -> None:
         self._check_alive()
@@ -250,6 +252,11 @@ class HttpEngine(ABC):
         """For how many seconds each change of weights held up running requests, since the last call."""
         pauses, self._pauses = self._pauses, []
         return pauses
+
+    def swaps(self) -> list[float]:
+        """How many seconds each change of weights took, since the last call."""
+        swaps, self._swaps = self._swaps, []
+        return swaps
 
     def cpu_seconds(self) -> float:
         """What this process and the server have used, if the server was started here."""

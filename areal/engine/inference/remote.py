@@ -28,7 +28,7 @@ PROGRESS = "progress"
 """The message that a piece of new weights has reached the engine."""
 GENERATE_ROLE = "generate"
 """Of a peer that may ask an engine for answers, and control nothing: rollout workers have a secret for it."""
-CONTROL = ("stage_weights", "update_weights", "pause", "resume", "activity", "pauses")
+CONTROL = ("stage_weights", "update_weights", "pause", "resume", "activity", "pauses", "swaps")
 """What only the driver may call."""
 _TOKENS = "tokens"
 """The message with streamed tokens: a list of [stream, tokens, logprobs, versions], and the digests of the versions."""
@@ -94,6 +94,10 @@ class RemoteEngine:
     async def pauses(self) -> list[float]:
         pauses: list[float] = await self._call("pauses")
         return pauses
+
+    async def swaps(self) -> list[float]:
+        swaps: list[float] = await self._call("swaps")
+        return swaps
 
     async def aclose(self) -> None:
         await self.channel.close()
