@@ -8,6 +8,7 @@
 #   make test-slurm             run those on a Slurm cluster of hosts in namespaces; installs Slurm, needs root and apt-get
 #   make test-ray               run those on a Ray cluster; installs Ray, needs root for nodes that are hosts in namespaces
 #   make combinations           train one YAML on every scheduler and engine, and print the table; needs root and apt-get
+#   make test-fsdp              run those of training on several ranks; installs accelerate
 #   make fuzz [ARGS="--seed 2"] send the proxy 20,000 mutated requests; fails on any 500, hang or long echo
 #   make survive [ARGS=--quick] attack calls, processes and agents for a quarter of an hour; lists what was harmed
 #   make lint                   ruff (rules and format) and the type checker
@@ -24,7 +25,7 @@ SLURM := slurm-wlm slurmctld slurmd slurm-client munge iproute2 util-linux
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test test-fast test-camel test-vllm test-slurm test-ray combinations slurm fuzz survive lint venv clean
+.PHONY: help demo test test-fast test-camel test-vllm test-slurm test-ray test-fsdp combinations slurm fuzz survive lint venv clean
 .DELETE_ON_ERROR:
 
 help:
@@ -58,6 +59,8 @@ combinations: .venv/.installed-ray .venv-vllm/.installed slurm
 slurm:
 	@for each in slurmctld slurmd srun munged ip nsenter; do command -v $$each > /dev/null || missing=1; done; \
 	if [ -n "$$missing" ]; then echo "installing Slurm" && (apt-get update -qq && apt-get install -y -qq --no-install-recommends $(SLURM)) > /dev/null; fi
+test-fsdp: .venv/.installed-fsdp
+	@$(BIN)/python -m pytest tests/fsdp $(ARGS)
 
 fuzz: .venv/.installed-dev
 	@$(BIN)/python -m benchmarks.fuzz $(ARGS)
@@ -100,6 +103,11 @@ clean:
 .venv/.installed-ray: pyproject.toml | .venv/.installed-dev
 	@echo "installing Ray"
 	@$(BIN)/python -m pip install -qq $(TORCH) -e '.[dev,ray]'
+	@touch $@
+
+.venv/.installed-fsdp: pyproject.toml | .venv/.installed-dev
+	@echo "installing accelerate"
+	@$(BIN)/python -m pip install -qq $(TORCH) -e '.[dev,fsdp]'
 	@touch $@
 
 .venv-camel/.torch:

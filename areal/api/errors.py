@@ -16,6 +16,7 @@ ArealError
 │   └── WeightMismatch          tokens came from weights that were never published
 ├── PlacementRefused            a scheduler has no place for what was asked; says what is free
 ├── ProcessDied                 a process of the run ended; says which and how
+│   └── RanksLost               it was a rank of the model that is trained: all of them end, and are started again
 ├── GroupLost                   a process that a group of episodes needed ended; the group runs again
 ├── NothingAccepted             every episode is rejected; says why
 ├── NonFiniteUpdate             the loss or gradient of an update is not a finite number
@@ -56,6 +57,7 @@ __all__ = [
     "NothingAccepted",
     "PlacementRefused",
     "ProcessDied",
+    "RanksLost",
     "RejectReason",
     "RequestError",
     "RewardCrashed",
@@ -131,6 +133,10 @@ class PlacementRefused(ArealError):
 
 class ProcessDied(ArealError):
     """A process of the run ended when it should not have."""
+
+
+class RanksLost(ProcessDied):
+    """A rank that trains the model has ended, and the others with it."""
 
 
 class GroupLost(ArealError):

@@ -9,6 +9,7 @@ from areal.api.errors import RejectReason
 from areal.config.rollout import GenerationHyperparameters, ProxyConfig, RolloutConfig
 
 ENGINE_ROLE = "engine"
+RANK_ROLE = "rank"
 WORKER_ROLE = "rollout worker"
 """What a process calls itself when it connects to the driver."""
 

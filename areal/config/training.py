@@ -9,6 +9,7 @@ from typing import Literal
 
 from areal.config.device import require_device_among, require_device_name
 from areal.config.errors import require
+from areal.config.parallel import Ranks
 from areal.config.resources import Resources
 
 
@@ -53,6 +54,12 @@ class ActorConfig(Resources):
     device: str = "auto"
     """Where the model and the reference are computed: cpu, cuda, cuda:N or mps; auto = cuda if there is one, else mps,
     else cpu."""
+    backend: str = ""
+    """Empty = the model is trained in the driver itself; fsdp:dN or fsdp:dNtM = on N times M ranks, processes of their
+    own with `gpus`, `cpus` and `memory_gib` each: parameters, gradients and optimizer are sharded over N, and each
+    matrix product is computed by M."""
+    offload: bool = False
+    """fsdp: parameters and optimizer rest in host memory and come to the device a layer at a time."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """What matrix products and attention are computed in. Weights, gradients and the optimizer are float32 either way;
     with bfloat16 log-probs differ from the sampler's and are recomputed (recompute_logprob)."""
@@ -98,6 +105,12 @@ class ActorConfig(Resources):
         require(self.path != "", "path must name a model; use builtin:tiny-math for the one that needs no download")
         require_device_name("device", self.device)
         require_device_among(self.gpus, self.device)
+        if self.backend:
+            Ranks.parse(self.backend)
+        require(
+            not self.offload or self.backend != "",
+            "offload is for a model on ranks; set backend to fsdp:d1 or more, or leave offload out",
+        )
         require(0 < self.eps_clip < 1, f"eps_clip must lie in (0, 1), got {self.eps_clip}")
         require(
             self.eps_clip_higher is None or self.eps_clip_higher > 0,

@@ -9,7 +9,8 @@ import os
 import pickle
 import shutil
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from safetensors import SafetensorError
 
 from areal.api.errors import ArealError
-from areal.engine.training.engine import TrainingEngine
+from areal.engine.training.learner import Learner
 from areal.utils.shorten import first_line
 
 STATE_FILE = "trainer.pt"
@@ -33,17 +34,48 @@ class DamagedCheckpoint(ArealError):
     """A checkpoint is not what was saved; says which file and how."""
 
 
-def save_checkpoint(directory: Path, engine: TrainingEngine, tokenizer: Any, state: dict[str, Any]) -> None:
+def save_checkpoint(directory: Path, engine: Learner, tokenizer: Any, state: dict[str, Any]) -> None:
     """Write next to the target, then rename: a killed run leaves no partial checkpoint under that name."""
+    finish = begin_checkpoint(directory, engine, tokenizer, state)
+    if finish is not None:
+        finish()
+
+
+def begin_checkpoint(
+    directory: Path, engine: Learner, tokenizer: Any, state: dict[str, Any]
+) -> Callable[[], None] | None:
+    """The same with an engine that can go on training meanwhile: what is returned waits and gives it its name.
+
+    None = it is complete.
+    """
     if directory.is_dir():
-        return
+        return None
     temporary = directory.with_name(f".{directory.name}.partial")
     shutil.rmtree(temporary, ignore_errors=True)
-    try:
+    with _explained(directory, temporary):
         temporary.mkdir(parents=True)
-        _write(temporary, engine, tokenizer, state)
-        os.rename(temporary, directory)
-        _sync(directory.parent)
+        tokenizer.save_pretrained(temporary)
+        torch.save({"engine": engine.state(), "trainer": state}, temporary / STATE_FILE)
+        wait_until_written = engine.begin_checkpoint(temporary)
+
+    def finish() -> None:
+        with _explained(directory, temporary):
+            if wait_until_written is not None:
+                wait_until_written()
+            _seal(temporary)
+            os.rename(temporary, directory)
+            _sync(directory.parent)
+
+    if wait_until_written is not None:
+        return finish
+    finish()
+    return None
+
+
+@contextmanager
+def _explained(directory: Path, temporary: Path) -> Iterator[None]:
+    try:
+        yield
     except (OSError, SafetensorError, RuntimeError) as error:  # torch and safetensors raise their own on a full disk
         shutil.rmtree(temporary, ignore_errors=True)
         raise ArealError(
@@ -51,7 +83,7 @@ def save_checkpoint(directory: Path, engine: TrainingEngine, tokenizer: Any, sta
         ) from error
 
 
-def load_checkpoint(directory: Path, engine: TrainingEngine) -> dict[str, Any]:
+def load_checkpoint(directory: Path, engine: Learner) -> dict[str, Any]:
     """Restore the engine; returns the trainer's state. Raises DamagedCheckpoint if it is not what was saved."""
     if _has_manifest(directory):
         _check_files(directory)
@@ -63,7 +95,7 @@ def load_checkpoint(directory: Path, engine: TrainingEngine) -> dict[str, Any]:
         raise DamagedCheckpoint(f"it cannot be read: {reason}") from error
 
 
-def load_newest(checkpoints: Sequence[Path], engine: TrainingEngine) -> tuple[dict[str, Any], list[str]]:
+def load_newest(checkpoints: Sequence[Path], engine: Learner) -> tuple[dict[str, Any], list[str]]:
     """Restore the newest of them (oldest first) that is intact; returns the trainer's state and what to tell the user.
 
     Newer ones that are damaged are moved aside, because the run will reach their steps again.
@@ -83,10 +115,8 @@ def load_newest(checkpoints: Sequence[Path], engine: TrainingEngine) -> tuple[di
     )
 
 
-def _write(directory: Path, engine: TrainingEngine, tokenizer: Any, state: dict[str, Any]) -> None:
-    engine.save(str(directory))
-    tokenizer.save_pretrained(directory)
-    torch.save({"engine": engine.state(), "trainer": state}, directory / STATE_FILE)
+def _seal(directory: Path) -> None:
+    """Write the manifest, and make sure that all of it is on the disk."""
     files = sorted(path for path in directory.rglob("*") if path.is_file())
     manifest = {
         str(path.relative_to(directory)): {"bytes": path.stat().st_size, "crc32": _crc32(path)} for path in files
@@ -118,10 +148,9 @@ def _check_files(directory: Path) -> None:
             raise DamagedCheckpoint(f"{name} cannot be read: {error.strerror}") from error
 
 
-def _load(directory: Path, engine: TrainingEngine) -> dict[str, Any]:
+def _load(directory: Path, engine: Learner) -> dict[str, Any]:
     saved = torch.load(directory / STATE_FILE, weights_only=True)
-    engine.model.load(directory)
-    engine.load_state(saved["engine"])
+    engine.load_checkpoint(directory, saved["engine"])
     state: dict[str, Any] = saved["trainer"]
     return state
 

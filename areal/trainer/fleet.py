@@ -1,45 +1,37 @@
 """The asynchronous half of a run: the engines, the rollout workers and the pipeline between them.
 
-The trainer's thread computes and calls `Fleet`, which is synchronous; everything else lives on an event loop in a
-thread of its own (`_LoopThread`). `processes.py` starts processes and replaces those that die, `engines.py` knows which
-engines serve and gives them weights, `workers.py` sends groups to the rollout workers. In `rollout.in_process` mode the
-worker is an object on that event loop instead of a process.
-
-Invariant: when a death ends the run, every waiting call raises what died, not the broken connection that it caused.
+The trainer's thread computes and calls `Fleet`, which is synchronous; everything else lives on the event loop of its
+cluster (`cluster.py`), in a thread of its own. `processes.py` starts processes and replaces those that die,
+`engines.py` knows which engines serve and gives them weights, `workers.py` sends groups to the rollout workers. In
+`rollout.in_process` mode the worker is an object on that event loop instead of a process.
 """
 
 import asyncio
-import threading
-from collections.abc import Callable, Coroutine, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from areal.api.engine_api import WeightUpdate
-from areal.api.errors import ArealError, EngineError
 from areal.api.messages import WORKER_ROLE, EngineAddress, GroupResult, WorkerSetup
 from areal.config.experiment import PPOConfig
 from areal.engine.models import max_positions, vocab_size
-from areal.infra.rpc.channel import ChannelClosed
-from areal.infra.rpc.shipping import Shipper
 from areal.infra.scheduler import Ask
 from areal.rollout.admission import Admission
 from areal.rollout.loading import WorkflowSpec
 from areal.rollout.pipeline import Filter, Pipeline, Rejections, TaskStream
+from areal.trainer.cluster import Cluster
 from areal.trainer.engines import Engines, engine_asks
-from areal.trainer.processes import CAUSE_SECONDS, Processes, ask
+from areal.trainer.processes import ask
+from areal.trainer.ranks import rank_asks
 from areal.trainer.workers import RemoteWorker, worker_ask
 from areal.utils.closing import Closing
 
 if TYPE_CHECKING:
     from areal.rollout.worker import RolloutWorker
 
-T = TypeVar("T")
-
 GROUP_GRACE_SECONDS = 60.0
 """Beyond an episode's own deadline: until then a worker may be busy, after that it is stuck."""
-CLOSE_SECONDS = 10.0
 
 
 def trainer_ask(config: PPOConfig) -> Ask:
@@ -50,7 +42,8 @@ def trainer_ask(config: PPOConfig) -> Ask:
 def all_asks(config: PPOConfig) -> list[Ask]:
     """What the processes of a run need of their hosts."""
     workers = 0 if config.rollout.in_process else config.rollout.num_workers
-    return [trainer_ask(config), *engine_asks(config.rollout), *(worker_ask(index) for index in range(workers))]
+    trainer = rank_asks(config.actor) if config.actor.backend else [trainer_ask(config)]
+    return [*trainer, *engine_asks(config.rollout), *(worker_ask(index) for index in range(workers))]
 
 
 class Fleet(Closing):
@@ -64,20 +57,23 @@ class Fleet(Closing):
         *,
         logs: Path,
         engine_threads: int,
+        cluster: Cluster | None = None,
     ) -> None:
-        """Start every process; raises at once if one cannot start."""
+        """Start every process; raises at once if one cannot start.
+
+        `cluster`: one that others use too, with places reserved for `all_asks`; None = one of its own.
+        """
         self._config = config
-        self._loop = _LoopThread()
-        self._failure: Exception | None = None
-        self._failed = asyncio.Event()
+        self._cluster = cluster or Cluster(config.scheduler, logs, [model, tokenizer])
+        self._owns_cluster = cluster is None
+        self._processes = self._cluster.processes
         self._pipeline: Pipeline | None = None
         self._workers: list[RemoteWorker] = []
         self._local: RolloutWorker | None = None
         """The worker that runs inside the driver, if there is one."""
         self._following: set[asyncio.Task[None]] = set()
-        self._shipper = Shipper([model, tokenizer])
-        self._processes = Processes(config.scheduler, logs, self.fail, self._shipper.handlers)
         self._engines: Engines | None = None
+        self._cluster.when_failed(self._give_up)
         try:
             self._engines = Engines.of(
                 config.rollout, model, self._processes, self._tell_workers, threads=engine_threads
@@ -96,7 +92,7 @@ class Fleet(Closing):
                 seed=config.seed,
                 vocab_size=vocab_size(model),
             )
-            self._wait(self._start(setup, self._engines))
+            self._cluster.wait(self._start(setup, self._engines))
         except BaseException:
             self.close()
             raise
@@ -116,13 +112,12 @@ class Fleet(Closing):
                 group_seconds=rollout.rounds * (rollout.agent.timeout_seconds + GROUP_GRACE_SECONDS),
             )
 
-        self._pipeline = self._loop.run(make())
-        if self._failure is not None:
-            self._pipeline.fail(self._failure)
+        self._pipeline = self._cluster.wait(make())
+        self._cluster.when_failed(self._pipeline.fail)
 
     def take(self, count: int) -> list[GroupResult]:
         """The next `count` finished groups; waits for them."""
-        return self._wait(self._running.take(count))
+        return self._cluster.wait(self._running.take(count))
 
     def pop_rejected(self) -> list[int]:
         """Numbers of the tasks that were rejected since the last call."""
@@ -130,21 +125,21 @@ class Fleet(Closing):
         async def pop() -> list[int]:
             return self._running.pop_rejected()
 
-        return self._wait(pop())
+        return self._cluster.wait(pop())
 
     def evaluate(self, tasks: Sequence[dict[str, Any]], *, greedy: bool) -> list[GroupResult]:
         max_running = self._config.rollout.max_concurrent_rollouts
-        return self._wait(self._running.evaluate(tasks, greedy=greedy, max_running=max_running))
+        return self._cluster.wait(self._running.evaluate(tasks, greedy=greedy, max_running=max_running))
 
     def publish(self, update: WeightUpdate) -> None:
         """Give the engines new weights, then let admission know."""
 
         async def publish() -> None:
-            self._shipper.published = update
+            self._cluster.shipper.published = update
             await self._started_engines.publish(update)
             self._running.publish(update.version, update.digest)
 
-        self._wait(publish())
+        self._cluster.wait(publish())
 
     @property
     def shared_memory(self) -> Path:
@@ -162,36 +157,36 @@ class Fleet(Closing):
 
     def cpu_seconds(self) -> dict[str, float]:
         """Processor time of every process so far."""
-        return self._wait(self._processes.cpu_seconds())
+        return self._cluster.wait(self._processes.cpu_seconds())
 
     def engine_activity(self) -> list[tuple[float, float]]:
         """When an engine was generating, as (start, end)."""
-        return self._wait(self._started_engines.activity())
+        return self._cluster.wait(self._started_engines.activity())
 
     def engine_pauses(self) -> list[float]:
         """For how long each published version held up generation."""
-        return self._wait(self._started_engines.pauses())
+        return self._cluster.wait(self._started_engines.pauses())
 
     def fail(self, error: Exception) -> None:
         """Make every waiting call raise this error. Call it on the event loop."""
-        self._failure = self._failure or error
-        self._failed.set()
-        if self._engines is not None:
-            self._engines.give_up()
-        if self._pipeline is not None:
-            self._pipeline.fail(self._failure)
+        self._cluster.fail(error)
 
     def call_soon(self, function: Callable[[], None]) -> None:
         """Call `function` on the event loop, without waiting; safe in a signal handler."""
-        self._loop.call(function)
+        self._cluster.call_soon(function)
 
     def close(self) -> None:
         try:
             if self._pipeline is not None:
-                self._loop.run(self._pipeline.aclose())
+                self._cluster.finish(self._pipeline.aclose())
         finally:
-            self._loop.run(self._close())
-            self._loop.close()
+            self._cluster.finish(self._close())
+            if self._owns_cluster:
+                self._cluster.close()
+
+    def _give_up(self, error: Exception) -> None:
+        if self._engines is not None:
+            self._engines.give_up()
 
     async def _start(self, setup: WorkerSetup, engines: Engines) -> None:
         """Start all processes at once; the workers are set up as soon as an engine serves."""
@@ -224,24 +219,6 @@ class Fleet(Closing):
             await self._engines.close()
         if self._local is not None:
             await self._local.aclose()
-        await self._processes.close()
-
-    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
-        try:
-            return self._loop.run(work)
-        except TimeoutError as error:
-            raise self._loop.run(self._cause(EngineError(str(error)))) from error
-        except (ArealError, ExceptionGroup) as error:
-            raise self._loop.run(self._cause(error)) from error
-
-    async def _cause(self, error: Exception) -> Exception:
-        """What `error` follows from: a process that died, or Ctrl-C, if it was one of them."""
-        if isinstance(error, ExceptionGroup):
-            error = error.exceptions[0]
-        if isinstance(error, (ChannelClosed, EngineError)):
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._failed.wait(), CAUSE_SECONDS)
-        return self._failure or error
 
     @property
     def _started_engines(self) -> Engines:
@@ -252,45 +229,3 @@ class Fleet(Closing):
     def _running(self) -> Pipeline:
         assert self._pipeline is not None, "begin() comes first"
         return self._pipeline
-
-
-class _LoopThread:
-    """An event loop in a thread of its own, for synchronous code that owns asynchronous parts."""
-
-    def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._main, name="areal event loop", daemon=True)
-        self._thread.start()
-
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run `work` there and wait for it here; an interrupted wait cancels it."""
-        future = asyncio.run_coroutine_threadsafe(work, self.loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
-
-    def call(self, function: Callable[..., Any], *args: Any) -> None:
-        """Call `function` there soon, without waiting; safe in a signal handler."""
-        self.loop.call_soon_threadsafe(function, *args)
-
-    def close(self) -> None:
-        """Cancel what is left and end the thread."""
-        if self.loop.is_closed():
-            return
-        asyncio.run_coroutine_threadsafe(self._cancel_all(), self.loop).result(CLOSE_SECONDS)
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(CLOSE_SECONDS)
-
-    def _main(self) -> None:
-        asyncio.set_event_loop(self.loop)
-        self.loop.run_forever()
-        self.loop.run_until_complete(self.loop.shutdown_asyncgens())
-        self.loop.close()
-
-    async def _cancel_all(self) -> None:
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

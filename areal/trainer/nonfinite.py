@@ -10,15 +10,16 @@ import numpy as np
 
 from areal.api.errors import NonFiniteUpdate
 from areal.config.training import ActorConfig
-from areal.engine.training.engine import Loss, TokenBatch, TrainingEngine
+from areal.engine.training.engine import Loss, TokenBatch
 from areal.engine.training.figures import Figures
+from areal.engine.training.learner import Learner
 from areal.utils.logging import getLogger
 
 logger = getLogger("trainer")
 
 
 def guarded_update(
-    engine: TrainingEngine,
+    engine: Learner,
     batch: TokenBatch,
     loss: Loss,
     actor: ActorConfig,

@@ -16,18 +16,21 @@ from areal.api.messages import GroupResult
 from areal.config.experiment import PPOConfig
 from areal.dataset import TaskSource, get_custom_dataset, read_tasks
 from areal.engine.models import find_model, open_trainable
-from areal.engine.training.engine import ScoringEngine
+from areal.engine.training.engine import ScoringEngine, TrainingEngine
+from areal.engine.training.learner import Learner, LogProbs
+from areal.infra.scheduler import Ask
 from areal.rollout.admission import Admission
 from areal.rollout.loading import Workflow, WorkflowSpec, check
 from areal.trainer import display
 from areal.trainer.engines import on_this_machine
-from areal.trainer.fleet import Fleet
+from areal.trainer.fleet import Fleet, all_asks
 from areal.trainer.journal import AFTER, BEFORE, DURING, Account, Journal, overlap, pause_figures, step_figures
+from areal.trainer.ranks import RankedEngine
 from areal.trainer.run import Interrupted, RunParts, Trainer, TrainingRun, TrainResult
 from areal.trainer.tasks import Settled, task_stream
 from areal.trainer.update import PolicyUpdate
 from areal.trajectory.tensors import tensors_of_group
-from areal.utils.threads import plan_threads
+from areal.utils.threads import ThreadPlan, plan_threads
 
 Tasks = list[dict[str, Any]]
 GroupFilter = Callable[[dict[str, Any]], bool]
@@ -71,6 +74,13 @@ class PPOTrainer(Trainer):
         config = self.config
         threads = plan_threads(config.rollout.max_head_offpolicyness, config.scheduler.threads)
         torch.set_num_threads(threads.trainer)
+        plan = _Plan(config, self._tasks, self._valid, dynamic_filter_fn)
+        return self._until_no_rank_is_lost(lambda: self._attempt(plan, train_spec, eval_spec, threads))
+
+    def _attempt(
+        self, plan: "_Plan", train_spec: WorkflowSpec, eval_spec: WorkflowSpec, threads: ThreadPlan
+    ) -> TrainResult:
+        config = self.config
         with self._open_run(self._total_steps * config.actor.ppo_n_minibatches) as parts:
             account, step = Account(**parts.state.get("account", {})), parts.state["step"]
             update = self._policy_update(parts, account)
@@ -85,17 +95,22 @@ class PPOTrainer(Trainer):
                         eval_spec,
                         logs=parts.directory.logs,
                         engine_threads=threads.engine,
+                        cluster=parts.cluster,
                     )
                 with fleet:
-                    plan = _Plan(config, self._tasks, self._valid, dynamic_filter_fn)
                     return _PPORun(plan, parts, update, journal, fleet).execute()
 
     def _fingerprint(self) -> dict[str, Any]:
         return {**super()._fingerprint(), "gconfig.n_samples": self.config.gconfig.n_samples}
 
-    def _open_reference(self) -> ScoringEngine:
-        actor = self.config.actor
-        model = open_trainable(find_model(self.config.ref.path), device=actor.device, frozen=True)
+    def _asks(self) -> list[Ask]:
+        return all_asks(self.config)
+
+    def _open_reference(self, engine: Learner) -> LogProbs:
+        actor, path = self.config.actor, find_model(self.config.ref.path)
+        if isinstance(engine, RankedEngine):
+            return engine.open_reference(path)
+        model = open_trainable(path, device=actor.device, frozen=True)
         return ScoringEngine(model, max_tokens_per_mb=actor.max_tokens_per_mb, dtype=actor.dtype)
 
     def _policy_update(self, parts: RunParts, account: Account) -> PolicyUpdate:
@@ -103,7 +118,7 @@ class PPOTrainer(Trainer):
         return PolicyUpdate(
             parts.engine,
             config.actor,
-            self._open_reference() if config.actor.kl_ctl > 0 else None,
+            self._open_reference(parts.engine) if config.actor.kl_ctl > 0 else None,
             config.seed,
             directory=parts.directory.path,
             stale_samples=config.rollout.max_head_offpolicyness > 0,
@@ -180,7 +195,8 @@ class _PPORun(TrainingRun):
         self._journal.start_clock()
         self._cpu_before = self._fleet.cpu_seconds()
         self._fleet.begin(tasks, admission, plan.keep)
-        self._engine.shared_dir = self._fleet.shared_memory
+        if isinstance(self._engine, TrainingEngine):  # ranks know where they publish
+            self._engine.shared_dir = self._fleet.shared_memory
         self._fleet.publish(self._engine.publish())
 
     def _settle(self, groups: list[GroupResult]) -> None:

@@ -17,8 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from areal.api.errors import ArealError, EngineError, ProcessDied
-from areal.api.messages import WORKER_ROLE
+from areal.api.errors import ArealError, EngineError, ProcessDied, RanksLost
+from areal.api.messages import RANK_ROLE, WORKER_ROLE
 from areal.config.resources import Resources
 from areal.config.training import SchedulerConfig
 from areal.engine.model.published import shared_memory
@@ -82,6 +82,7 @@ class Processes:
         """A directory for the weights that engines map."""
         self._shared = _new_directory()
         """What its processes have together, on each host."""
+        self._reserved = False
         self._asks: dict[str, Ask] = {}
         """By the name of the process."""
         self._budgets: dict[str, RestartBudget] = {}
@@ -97,6 +98,13 @@ class Processes:
         """The run's, which its processes prove to know to each other."""
         return self._listener.secret
 
+    async def reserve(self, asks: Sequence[Ask]) -> None:
+        """Places for all of them, or for none. Without this, `start` reserves those of the places that it fills."""
+        await self._scheduler.reserve(asks, self._config.place_seconds)
+        await self._listener.open(f"tcp:{self._scheduler.host}:0")
+        self._asks = {ask.name: ask for ask in asks}
+        self._reserved = True
+
     async def start(
         self, places: Sequence[ProcessPlace], never_again: Sequence[str] = (), set_aside: Sequence[Ask] = ()
     ) -> None:
@@ -107,10 +115,8 @@ class Processes:
         for place in places:
             limit = 0 if place.role in never_again else self._config.max_restarts
             self._budgets.setdefault(place.role, RestartBudget(limit))
-        asks = [place.ask for place in places if place.ask is not None]
-        self._asks = {ask.name: ask for ask in asks}
-        await self._scheduler.reserve([*set_aside, *asks], self._config.place_seconds)
-        await self._listener.open(f"tcp:{self._scheduler.host}:0")
+        if not self._reserved:
+            await self.reserve([*set_aside, *(place.ask for place in places if place.ask is not None)])
         placements = await asyncio.gather(*(self._fill(place) for place in places))
         for place, placement in zip(places, placements, strict=True):
             keeping = asyncio.ensure_future(self._keep(place, placement))
@@ -223,7 +229,8 @@ class Processes:
             return
         if place.role == WORKER_ROLE and (placement.returncode or 0) > 0:
             why += "; an inline agent that ends its process does this, rollout.agent.mode=subproc keeps it apart"
-        self._on_failure(ProcessDied(died + why))
+        lost = RanksLost if place.role == RANK_ROLE else ProcessDied
+        self._on_failure(lost(died + why))
 
 
 def _new_directory() -> str:

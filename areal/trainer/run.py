@@ -8,20 +8,28 @@ import signal
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from areal.api.errors import RunExists
+from areal.api.errors import RanksLost, RunExists
+from areal.config.errors import require
 from areal.config.experiment import ExperimentConfig
 from areal.engine.model.device import find_device
 from areal.engine.models import find_model, open_trainable
 from areal.engine.training.engine import TrainingEngine
+from areal.engine.training.learner import Learner
+from areal.infra.scheduler import Ask
 from areal.trainer import display
-from areal.trainer.checkpoint import load_newest, save_checkpoint
+from areal.trainer.checkpoint import begin_checkpoint, load_newest
+from areal.trainer.cluster import Cluster
 from areal.trainer.display import Announcer, Progress
+from areal.trainer.processes import RestartBudget
+from areal.trainer.ranks import RankedEngine, rank_asks
 from areal.trainer.run_directory import RunDirectory, explained_storage_errors
 from areal.trainer.tasks import digest_of_tasks
 from areal.utils.closing import Closing
@@ -42,7 +50,7 @@ class RunParts:
     """What a run of either kind works with."""
 
     directory: RunDirectory
-    engine: TrainingEngine
+    engine: Learner
     """With the weights and the optimizer of the newest checkpoint, if there is one."""
     tokenizer: Any
     total_steps: int
@@ -50,12 +58,19 @@ class RunParts:
     """The trainer's state in that checkpoint; `{"step": 0}` if there is none."""
     fingerprint: dict[str, Any] = field(default_factory=dict)
     """The settings that a checkpoint keeps, to be compared when it is resumed."""
+    cluster: Cluster | None = None
+    """The processes of the run, if ranks are among them."""
 
 
 class Trainer(Closing):
     def __init__(self, config: ExperimentConfig, tasks: list[dict[str, Any]]) -> None:
         """A built-in model is made now unless the cache has it."""
         self.config = config
+        if config.actor.backend:
+            require(
+                find_spec("accelerate") is not None,
+                f"actor.backend={config.actor.backend} needs transformers with accelerate; pip install 'areal[fsdp]'",
+            )
         find_device(config.actor.device, "actor.device")
         self._tasks = tasks
         by_epochs = config.total_train_epochs * len(tasks) // config.train_dataset.batch_size
@@ -76,8 +91,10 @@ class Trainer(Closing):
     def _open_run(self, optimizer_steps: int) -> Iterator[RunParts]:
         """Take the directory and load the newest checkpoint; `optimizer_steps` are those of the whole run."""
         directory = self._directory = self._directory or RunDirectory.open(self.config)
-        engine = self._open_engine(self._model, optimizer_steps, self.config.actor.gradient_checkpointing)
-        with explained_storage_errors(directory.path), closing(engine):
+        with ExitStack() as stack:
+            cluster = stack.enter_context(self._open_cluster(directory.logs)) if self.config.actor.backend else None
+            stack.enter_context(explained_storage_errors(directory.path))
+            engine = stack.enter_context(closing(self._open_learner(optimizer_steps, cluster)))
             checkpoints = directory.checkpoints()
             state, notes = load_newest(checkpoints, engine) if checkpoints else ({"step": 0}, [])
             for note in notes:
@@ -87,7 +104,7 @@ class Trainer(Closing):
                 _refuse_changes(directory.path, state.get("fingerprint", {}), fingerprint)
             directory.write_config(self.config)
             tokenizer = load_hf_tokenizer(self._tokenizer_dir)
-            yield RunParts(directory, engine, tokenizer, self._total_steps, state, fingerprint)
+            yield RunParts(directory, engine, tokenizer, self._total_steps, state, fingerprint, cluster)
 
     def _fingerprint(self) -> dict[str, Any]:
         """What fixes the tasks of each step; a resumed run must have the same."""
@@ -98,6 +115,36 @@ class Trainer(Closing):
             "train_dataset.batch_size": dataset.batch_size,
             "train_dataset": f"{len(self._tasks)} tasks ({digest_of_tasks(self._tasks)})",
         }
+
+    def _asks(self) -> list[Ask]:
+        """What the processes of a run with ranks need of their hosts."""
+        return rank_asks(self.config.actor)
+
+    def _open_cluster(self, logs: Path) -> Cluster:
+        cluster = Cluster(self.config.scheduler, logs, [self._model, self._tokenizer_dir])
+        try:
+            cluster.reserve(self._asks())
+        except BaseException:
+            cluster.close()
+            raise
+        return cluster
+
+    def _open_learner(self, optimizer_steps: int, cluster: Cluster | None) -> Learner:
+        if cluster is None:
+            return self._open_engine(self._model, optimizer_steps, self.config.actor.gradient_checkpointing)
+        threads = self.config.scheduler.threads or 1
+        return RankedEngine(cluster, self.config.actor, self._model, total_steps=optimizer_steps, threads=threads)
+
+    def _until_no_rank_is_lost(self, attempt: Callable[[], TrainResult]) -> TrainResult:
+        """Ranks die together. The run then goes on from its newest checkpoint, as it would if it were started again."""
+        budget = RestartBudget(self.config.scheduler.max_restarts)
+        while True:
+            try:
+                return attempt()
+            except RanksLost as lost:
+                if not budget.spend():
+                    raise
+                display.say(f"{lost}; the run goes on from its newest checkpoint")
 
     def _open_engine(self, model: Path, optimizer_steps: int, checkpointing: bool) -> TrainingEngine:
         return TrainingEngine(
@@ -138,6 +185,9 @@ class TrainingRun(ABC):
         self._step: int = parts.state["step"]
         """Steps taken so far, in earlier sessions too."""
         self._interruption = Interruption(on_interrupt)
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._saving: Future[Any] | None = None
+        """A checkpoint that is being written."""
 
     def execute(self) -> TrainResult:
         """Train to the last step. Whatever ends a run after its first step, it saves.
@@ -151,6 +201,8 @@ class TrainingRun(ABC):
         except Interrupted:
             self._stop()
             raise self._interruption.ending() from None
+        except RanksLost:  # and with them what could be saved
+            raise
         except Exception:
             if self._step:
                 self._stop()
@@ -180,17 +232,35 @@ class TrainingRun(ABC):
         return freq_steps is not None and self._step % freq_steps == 0 and self._step < self._total_steps
 
     def _save(self) -> Path:
+        """Write a checkpoint, or begin to: training goes on meanwhile if it can (`_wait_until_saved`)."""
+        self._wait_until_saved()
         target = self._directory.checkpoint(self._step)
         state = {"step": self._step, "fingerprint": self._fingerprint, **self._state()}
-        save_checkpoint(target, self._engine, self._tokenizer, state)
+        finish = begin_checkpoint(target, self._engine, self._tokenizer, state)
+        if finish is None:
+            self._keep_checkpoint()
+        else:
+            self._saving = self._thread.submit(self._finish_checkpoint, finish)
+        return target
+
+    def _finish_checkpoint(self, finish: Callable[[], None]) -> None:
+        finish()
+        self._keep_checkpoint()
+
+    def _keep_checkpoint(self) -> None:
         self._directory.note_saved()
         self._directory.prune(self._saver.keep)
-        return target
+
+    def _wait_until_saved(self) -> None:
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.result()
 
     def _stop(self) -> None:
         """End before the last step, with everything saved."""
         if self._step:
             self._save()
+            self._wait_until_saved()
             self._draw_curve()
         self._progress.close()
         self._progress.say(display.stopped(self._directory.path, self._step, self._total_steps))
@@ -198,6 +268,7 @@ class TrainingRun(ABC):
     def _finish(self) -> TrainResult:
         summary = {"steps": self._step, **self._summary()}
         model, curve = self._save(), self._draw_curve()
+        self._wait_until_saved()
         self._directory.finish(summary)
         self._progress.close()
         places = display.places(self._directory.path, model, curve)

@@ -33,6 +33,9 @@ class SFTTrainer(Trainer):
 
     def train(self) -> TrainResult:
         """Train to the last step or to Ctrl-C; resumes from the newest checkpoint of a run of the same name."""
+        return self._until_no_rank_is_lost(self._attempt)
+
+    def _attempt(self) -> TrainResult:
         with self._open_run(optimizer_steps=self._total_steps) as parts:
             step = parts.state["step"]
             with Progress(parts.total_steps, step) as progress, MetricsLog(parts.directory.path, step + 1) as metrics:

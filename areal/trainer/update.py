@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 
 from areal.algorithms.advantages import group_advantages, loss_weights
-from areal.algorithms.losses import clipped_loss, decoupled_loss, kl_penalty
 from areal.api.messages import GroupResult, Row
 from areal.config.training import ActorConfig
-from areal.engine.training.engine import ScoringEngine, TokenBatch, TrainingEngine
+from areal.engine.training.engine import TokenBatch
 from areal.engine.training.figures import Figures
+from areal.engine.training.learner import Learner, LogProbs
+from areal.engine.training.objective import PolicyObjective
 from areal.engine.training.packing import Span
 from areal.trainer.nonfinite import guarded_update
 from areal.utils.logging import getLogger
@@ -38,9 +39,9 @@ logger = getLogger("trainer")
 class PolicyUpdate:
     def __init__(
         self,
-        engine: TrainingEngine,
+        engine: Learner,
         actor: ActorConfig,
-        reference: ScoringEngine | None,
+        reference: LogProbs | None,
         seed: int,
         *,
         directory: Path | None = None,
@@ -110,47 +111,12 @@ class PolicyUpdate:
         return guarded_update(
             self._engine,
             batch,
-            self._loss,
+            PolicyObjective.of(self._actor, decoupled=self._decoupled, recomputed=self._recompute),
             self._actor,
             place=place,
             step=self._engine.version + 1,
             directory=self._directory,
         )
-
-    def _loss(self, logprobs: Tensor, fields: dict[str, Tensor]) -> tuple[Tensor, Figures]:
-        actor, weights = self._actor, fields["weights"]
-        low, high = actor.eps_clip, actor.eps_clip_higher or actor.eps_clip
-        behaviour, advantages = fields["behaviour"], fields["advantages"]
-        if self._decoupled:
-            policy = decoupled_loss(
-                logprobs,
-                fields["proximal"],
-                behaviour,
-                advantages,
-                low,
-                high,
-                actor.behave_imp_weight_cap,
-                actor.dual_clip,
-            )
-        else:
-            old = fields["proximal"] if self._recompute else behaviour
-            policy = clipped_loss(logprobs, old, advantages, low, high, actor.dual_clip)
-        loss = (policy.loss * weights).sum()
-        means = {
-            "clip_ratio": (policy.clipped * weights).sum(),
-            "dual_clip_ratio": (policy.dual_clipped * weights).sum(),
-        }
-        if "reference" in fields:
-            kl = (kl_penalty(logprobs, fields["reference"]) * weights).sum()
-            loss = loss + actor.kl_ctl * kl
-            means["kl"] = kl.detach()
-        difference = (logprobs.detach() - behaviour).abs() * fields["checkable"]
-        totals = {
-            "trained_tokens": len(weights),
-            "sum_logprob_difference": difference.sum(),
-            "checked_tokens": fields["checkable"].sum(),
-        }
-        return loss, Figures(mean=means, total=totals, maximum={"max_logprob_difference": difference.max()})
 
     def _recompute_if_different(self, difference: float) -> None:
         """With `auto`, stop using the engine's log-probs once they are seen to differ from the trainer's."""

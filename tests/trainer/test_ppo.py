@@ -19,6 +19,7 @@ from areal.config.rollout import GenerationHyperparameters
 from areal.config.training import EvaluatorConfig, OptimizerConfig, RecoverConfig, ReferenceConfig, SaverConfig
 from areal.engine.models import open_trainable
 from areal.engine.training.engine import ScoringEngine
+from areal.engine.training.learner import Learner
 from areal.trainer.logs import read_lines, read_metrics
 from areal.trainer.ppo import PPOTrainer
 
@@ -59,9 +60,11 @@ def test_a_run_with_a_kl_penalty_has_a_reference_without_a_gradient(
     opened: list[ScoringEngine] = []
     open_reference = PPOTrainer._open_reference
 
-    def watched(trainer: PPOTrainer) -> ScoringEngine:
-        opened.append(open_reference(trainer))
-        return opened[-1]
+    def watched(trainer: PPOTrainer, engine: Learner) -> ScoringEngine:
+        reference = open_reference(trainer, engine)
+        assert isinstance(reference, ScoringEngine)
+        opened.append(reference)
+        return reference
 
     monkeypatch.setattr(PPOTrainer, "_open_reference", watched)
     config = ppo_config(tmp_path, model, ref=ReferenceConfig(path=str(model)))

@@ -63,16 +63,15 @@ class WeightWriter:
         other readers of the directory. Raises ArealError if there is no room.
         """
         named = [(name, tensor.detach()) for name, tensor in tensors]
-        parts = _cut(named) if layout == "model" else {ADAPTER_NAME: named}  # PEFT reads one file only
+        parts = cut(named) if layout == "model" else {ADAPTER_NAME: named}  # PEFT reads one file only
         beside = dict(texts or {})
         if len(parts) > 1:
-            table = {tensor: name for name, part in parts.items() for tensor, _ in part}
-            beside[INDEX_NAME] = json.dumps({"metadata": {}, "weight_map": table})
+            beside[INDEX_NAME] = index_of(parts)
         self._layout = layout
-        self._slots: list[tuple[Path, list[_WritableShard]]] = []
+        self._slots: list[tuple[Path, list[tuple[WritableShard, list[tuple[str, Tensor]]]]]] = []
         for slot in (directory / "0", directory / "1"):
             slot.mkdir(mode=0o700)
-            shards = [_WritableShard(slot / name, part, metadata or {}) for name, part in parts.items()]
+            shards = [(WritableShard(slot / name, part, metadata or {}), part) for name, part in parts.items()]
             self._slots.append((slot, shards))
             for name, text in beside.items():
                 (slot / name).write_text(text, encoding="utf-8")
@@ -80,7 +79,7 @@ class WeightWriter:
     def write(self, version: int) -> WeightUpdate:
         """The weights as they are, as this version; the version before it stays readable."""
         directory, shards = self._slots[version % 2]
-        written = tuple(_each(lambda shard: shard.write(), shards, sum(shard.size_bytes for shard in shards)))
+        written = tuple(_each(lambda pair: _written(*pair), shards, sum(shard.size_bytes for shard, _ in shards)))
         return WeightUpdate(version, whole_digest(written), str(directory), written, self._layout)
 
 
@@ -163,8 +162,8 @@ def digest_of_tensors(tensors: NamedTensors) -> str:
     return state.hexdigest()[:32]
 
 
-class _WritableShard:
-    """A file of fixed layout, and the tensors that are copied into it."""
+class WritableShard:
+    """A file in shared memory, laid out for tensors of these names and shapes."""
 
     def __init__(self, path: Path, tensors: Sequence[tuple[str, Tensor]], metadata: Mapping[str, str]) -> None:
         header = _header(tensors, metadata)
@@ -174,13 +173,20 @@ class _WritableShard:
             _reserve(file, path, self.size_bytes)
             self._map = mmap.mmap(file.fileno(), self.size_bytes)
         self._map[: len(header)] = header
-        views = _views(self._map)
-        self._pairs = [(views[name], tensor) for name, tensor in tensors]
+        self._views = _views(self._map)
 
-    def write(self) -> WeightShard:
-        for view, tensor in self._pairs:
-            view.copy_(tensor)
+    def fill(self, name: str, tensor: Tensor) -> None:
+        self._views[name].copy_(tensor)
+
+    def seal(self) -> WeightShard:
+        """What it holds now, with its digest."""
         return WeightShard(self._name, self.size_bytes, digest_of(self._map))
+
+
+def _written(shard: WritableShard, tensors: list[tuple[str, Tensor]]) -> WeightShard:
+    for name, tensor in tensors:
+        shard.fill(name, tensor)
+    return shard.seal()
 
 
 class _MappedShard:
@@ -201,12 +207,18 @@ class _MappedShard:
         return digest_of(self._map)
 
 
-def _cut(tensors: Sequence[tuple[str, Tensor]]) -> dict[str, list[tuple[str, Tensor]]]:
+def index_of(parts: Mapping[str, Sequence[tuple[str, Tensor]]]) -> str:
+    """The text of the file that says which tensor is in which."""
+    table = {tensor: name for name, part in parts.items() for tensor, _ in part}
+    return json.dumps({"metadata": {}, "weight_map": table})
+
+
+def cut(tensors: Sequence[tuple[str, Tensor]], most_bytes: int = SHARD_BYTES) -> dict[str, list[tuple[str, Tensor]]]:
     """Tensors by the file that they go to, in order."""
     parts: list[list[tuple[str, Tensor]]] = [[]]
     size = 0
     for name, tensor in tensors:
-        if parts[-1] and size + _size(tensor) > SHARD_BYTES:
+        if parts[-1] and size + _size(tensor) > most_bytes:
             parts.append([])
             size = 0
         parts[-1].append((name, tensor))

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from areal.api.engine_api import WeightUpdate
-from areal.api.errors import NonFiniteUpdate
+from areal.api.errors import ArealError, NonFiniteUpdate
 from areal.config.training import OptimizerConfig
 from areal.engine.model.architecture import Architecture
 from areal.engine.model.decoder import Decoder
@@ -208,6 +208,19 @@ class TrainingEngine(ScoringEngine):
         target = Path(directory)
         target.mkdir(parents=True, exist_ok=True)
         self.model.save(target)
+
+    def begin_checkpoint(self, directory: Path) -> None:
+        """Write the model; the optimizer is part of `state`."""
+        self.save(str(directory))
+
+    def load_checkpoint(self, directory: Path, state: dict[str, Any]) -> None:
+        if "optimizer" not in state:
+            raise ArealError(
+                f"{directory} was written by ranks and has their optimizer; set actor.backend to fsdp:d1 to go on in "
+                "one process, or choose another trial_name to start over"
+            )
+        self.model.load(directory)
+        self.load_state(state)
 
     def state(self) -> dict[str, Any]:
         """What a resumed run needs beyond the model itself, on the host: it may go on with another device."""

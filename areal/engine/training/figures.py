@@ -43,6 +43,14 @@ class Figures(dict[str, float]):
                 else:
                     self[name] = float(value)
 
+    def by_kind(self) -> dict[str, dict[str, float]]:
+        """What `Figures(**…)` makes the same of, in plain values, for another process."""
+        _read([self])
+        return {
+            kind.name.lower(): {name: value for name, value in self.items() if self._kinds[name] is kind}
+            for kind in Kind
+        }
+
     @classmethod
     def of_passes(cls, parts: Iterable["Figures"]) -> "Figures":
         """The figures of one minibatch from those of its passes."""

@@ -145,12 +145,22 @@ class Pack:
             tokens=self.tokens,
         )
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention within each bin."""
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, cap: float | None = None
+    ) -> Tensor:
+        """Attention within each bin of q, k, v [tokens, heads, dimension]; `cap`: scores stay below it, softly."""
         sizes = [row.tokens for row in self.rows]
         parts = zip(self.rows, q.split(sizes), k.split(sizes), v.split(sizes), strict=True)
-        outputs = [row.attend(*part) for row, *part in parts]
+        outputs = [row.attend(*part, scale=scale, cap=cap) for row, *part in parts]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def within(self, window: int) -> "Pack":
+        """The same, where a token attends to the last `window` tokens of its sequence only, itself among them."""
+        if int(self.positions.max()) < window:
+            return self
+        sizes = [row.tokens for row in self.rows]
+        rows = [row.within(window, part) for row, part in zip(self.rows, self.positions.split(sizes), strict=True)]
+        return replace(self, rows=rows)
 
 
 @dataclass(frozen=True)
@@ -169,11 +179,35 @@ class _BinRow:
     def on(self, device: torch.device) -> "_BinRow":
         return self if self.mask is None else replace(self, mask=to_device(self.mask, device))
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def causal_mask(self, device: torch.device) -> Tensor:
+        """What `mask` = None stands for."""
+        return torch.full((self.size, self.size), -torch.inf, device=device).triu(1)
+
+    def within(self, window: int, positions: Tensor) -> "_BinRow":
+        """A token's ancestors are at smaller positions, so those of them that are too far are known by theirs."""
+        places = positions.view(self.count, 1, self.size)
+        far = places.transpose(1, 2) - places >= window
+        mask = self.causal_mask(positions.device) if self.mask is None else self.mask
+        return replace(self, mask=mask.masked_fill(far[:, None], -torch.inf))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, cap: float | None) -> Tensor:
         q, k, v = (x.unflatten(0, (self.count, self.size)).transpose(1, 2) for x in (q, k, v))
-        causal = self.mask is None
-        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask, is_causal=causal, enable_gqa=True)
+        mask = None if self.mask is None else self.mask.to(q.dtype)
+        if cap is not None:
+            mask = self.causal_mask(q.device) if mask is None else mask
+            return _capped_attention(q, k, v, mask, scale, cap).transpose(1, 2).flatten(0, 1)
+        causal = mask is None
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=True, scale=scale)
         return mixed.transpose(1, 2).flatten(0, 1)
+
+
+def _capped_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None, cap: float) -> Tensor:
+    """torch's own attention cannot cap its scores."""
+    repeats = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
+    scores = q @ k.transpose(2, 3) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = torch.tanh(scores / cap) * cap + mask
+    return scores.float().softmax(dim=-1).to(q.dtype) @ v
 
 
 class _PackBuilder:

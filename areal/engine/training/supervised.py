@@ -1,6 +1,7 @@
 """Conversations as supervised examples: the assistant's turns are learned, everything else is given."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,9 +30,15 @@ def supervised_batch(examples: Sequence[Example], tokenizer: Any) -> TokenBatch:
     return TokenBatch(spans, torch.ones(total), {"weights": torch.full((total,), 1.0 / max(1, total))})
 
 
-def mean_nll(logprobs: Tensor, fields: dict[str, Tensor]) -> tuple[Tensor, Figures]:
-    """The loss for `TrainingEngine.train_batch`."""
-    return -(logprobs * fields["weights"]).sum(), Figures()
+@dataclass(frozen=True)
+class MeanNll:
+    """A `Loss`: the mean negative log-likelihood."""
+
+    def __call__(self, logprobs: Tensor, fields: dict[str, Tensor]) -> tuple[Tensor, Figures]:
+        return -(logprobs * fields["weights"]).sum(), Figures()
+
+
+mean_nll = MeanNll()
 
 
 def supervised_span(messages: list[dict[str, Any]], tools: Any, tokenizer: Any, group: int) -> Span:

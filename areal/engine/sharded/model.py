@@ -1,0 +1,163 @@
+"""A transformers model on several ranks: FSDP2 shards its parameters, tensor parallelism its matrix products.
+
+transformers applies both as it reads the weights, by the plan that each architecture declares, so that no rank holds
+more than its part. Without either (one rank) the module is an ordinary one. It stays in evaluation mode, also in
+training: without dropout the ranks, one process and the engine compute the same numbers.
+
+Every call below is collective: all ranks make it, in the same order.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from areal.api.errors import ModelError
+from areal.config.parallel import Ranks
+from areal.engine.sharded.attention import PACKED_ATTENTION, packed_inputs, register_packed_attention
+from areal.engine.training.packing import HEAD_ELEMENTS, Pack, Span, pack, token_logprobs
+from areal.engine.transformers.model import no_progress_bars, read_config
+from areal.utils.shorten import first_line
+
+
+class ShardedModel:
+    def __init__(
+        self,
+        directory: Path,
+        ranks: Ranks,
+        device: torch.device,
+        *,
+        dtype: str = "float32",
+        gradient_checkpointing: bool = False,
+        offload: bool = False,
+        trainable: bool = True,
+    ) -> None:
+        """`dtype`: what is computed in; parameters and gradients are float32. `offload`: they rest in host memory."""
+        register_packed_attention()
+        self.device = device
+        self.module = _open(directory, ranks, device, mixed=dtype == "bfloat16", offload=offload).eval()
+        self.module.requires_grad_(trainable)
+        # FSDP's hooks are those of the module's call, so what it computes when it is called must be all of a pass.
+        self.module.forward = MethodType(_logprobs, self.module)
+        if gradient_checkpointing:
+            _checkpoint_layers(self.module)
+
+    def passes(self, spans: Sequence[Span], max_tokens: int) -> Iterator[Pack]:
+        if any(span.images for span in spans):
+            raise ModelError("ranks train on text only; leave actor.backend unset to train on images")
+        return (part.on(self.device) for part in pack(spans, max_tokens))
+
+    def empty_pass(self) -> Pack:
+        """The least that can be computed: a rank that has nothing left to do must still take part."""
+        (smallest,) = self.passes([Span(np.zeros(2, np.int64), np.ones(1, np.int64), 0)], 1)
+        return smallest
+
+    def logprobs(self, part: Pack, temperatures: Tensor) -> Tensor:
+        """Log-probability of each asked token of a pass, in its order; differentiable."""
+        found: Tensor = self.module(part, temperatures)
+        return found
+
+    def reshard(self) -> None:
+        """Let go of whole parameters that a pass without a backward pass has left: they would be used once more, when
+        the optimizer has changed their shards."""
+        for module in self.module.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def shapes(self) -> list[tuple[str, torch.Size]]:
+        """Of every parameter, whole, in the order of `named_weights`."""
+        return [(name, parameter.shape) for name, parameter in self.module.named_parameters()]
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter once, whole, by its name in the module. Each is gathered when its turn comes."""
+        for name, parameter in self.module.named_parameters():
+            yield name, whole(parameter.detach())
+
+
+def _logprobs(module: Any, part: Pack, temperatures: Tensor) -> Tensor:
+    """The forward pass of a model, up to log-probs: logits are held for a piece of the tokens at a time."""
+    hidden: Tensor = module.get_decoder()(**packed_inputs(part)).last_hidden_state[0, part.sources]
+    head, config = module.get_output_embeddings(), module.config.get_text_config()
+    cap: float | None = getattr(config, "final_logit_softcapping", None)
+
+    def of_piece(hidden: Tensor, targets: Tensor, temperatures: Tensor) -> Tensor:
+        logits: Tensor = head(hidden)
+        if cap is not None:
+            logits = torch.tanh(logits / cap) * cap
+        return token_logprobs(logits, targets, temperatures)
+
+    rows = max(1, HEAD_ELEMENTS // config.vocab_size)
+    pieces = list(zip(hidden.split(rows), part.targets.split(rows), temperatures.split(rows), strict=True))
+    if len(pieces) == 1:
+        return of_piece(*pieces[0])
+    return torch.cat([checkpoint(of_piece, *piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces])
+
+
+def _checkpoint_layers(module: Any) -> None:
+    """Compute the layers again in the backward pass instead of keeping their activations."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    module.gradient_checkpointing_enable({"use_reentrant": False})
+    for layer in module.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.training = True  # they checkpoint in training only; their parts, which may drop out, stay as they are
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor of which every rank holds a part, or that every rank holds."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _open(directory: Path, ranks: Ranks, device: torch.device, *, mixed: bool, offload: bool) -> Any:
+    from transformers.distributed import DistributedConfig
+
+    spread = DistributedConfig(
+        tp_size=ranks.tensor, fsdp_size=ranks.data, fsdp_mixed_precision=mixed, fsdp_cpu_offload=offload
+    )
+    try:
+        with no_progress_bars():
+            module, info = _class_for(directory).from_pretrained(
+                directory,
+                dtype=torch.float32,
+                attn_implementation=PACKED_ATTENTION,
+                distributed_config=spread if ranks.count > 1 else None,
+                output_loading_info=True,
+            )
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ModelError(f"transformers cannot load the model in {str(directory)!r}: {first_line(error)}") from None
+    if missing := sorted(info["missing_keys"]):
+        raise ModelError(f"the weights in {str(directory)!r} lack {', '.join(missing[:5])}")
+    return module if ranks.count > 1 else module.to(device)
+
+
+def _class_for(directory: Path) -> Any:
+    """transformers' class for a model, which ties the embedding to the head before they are sharded, not only after it.
+
+    Otherwise they are sharded apart and share their parts only where these need no padding: where the vocabulary is not
+    a multiple of the ranks, one of the two would never see an optimizer step.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    config = read_config(directory)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ModelError(f"ranks train language models, got a {config.model_type}; leave actor.backend unset for it")
+    base: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+
+    class Tied(base):
+        @classmethod
+        def maybe_distribute_model(cls, model: Any, *arguments: Any) -> Any:
+            if model.all_tied_weights_keys:
+                model.tie_weights()
+                # What is left to the whole module is one group, in which the two are one parameter.
+                model._fsdp_plan = {name: plan for name, plan in model._fsdp_plan.items() if "*" in name}
+            return super().maybe_distribute_model(model, *arguments)
+
+    Tied.__name__, Tied.__module__ = base.__name__, base.__module__
+    return Tied

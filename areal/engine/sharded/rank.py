@@ -1,0 +1,193 @@
+"""One rank of a model that is trained on several: `python -m areal.engine.sharded.rank INDEX`.
+
+It connects to the driver, meets the other ranks at the address that rank 0 has opened, and then does what the driver
+asks of all of them, one thing after the other. A rank whose driver is gone, or that the others wait for in vain, ends.
+"""
+
+import asyncio
+import fcntl
+import os
+import pickle
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from areal.api.engine_api import WeightShard
+from areal.api.messages import RANK_ROLE
+from areal.engine.model.device import find_device
+from areal.engine.sharded.checkpoint import CheckpointWriter, load_optimizer
+from areal.engine.sharded.export import RankWeightWriter
+from areal.engine.sharded.learner import RankLearner
+from areal.engine.sharded.messages import RankSetup, Share, rank_wire
+from areal.engine.sharded.model import ShardedModel
+from areal.infra.rpc.channel import Handler
+from areal.infra.rpc.connect import connect_to_driver, own_address
+from areal.infra.rpc.wire import api_wire
+
+COLLECTIVE_SECONDS = 600.0
+"""How long a rank waits for the others. The driver ends all of them as soon as one has died; this is for the rest."""
+LOOPBACK = "127.0.0.1"
+_SIOCGIFADDR = 0x8915
+
+
+class Rank:
+    """What the driver may call, always of all ranks; one call after the other, in a thread."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "rank")
+        self._store: dist.TCPStore | None = None
+        self._setup: RankSetup | None = None
+        self._learner: RankLearner | None = None
+        self._reference: ShardedModel | None = None
+        self._writer: RankWeightWriter | None = None
+        self._checkpoints: CheckpointWriter | None = None
+
+    @property
+    def handlers(self) -> dict[str, Handler]:
+        def in_thread(function: Callable[..., Any]) -> Handler:
+            async def call(*arguments: Any) -> Any:
+                return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
+
+            return call
+
+        collective = (
+            self.open_store,
+            self.set_up,
+            self.open_model,
+            self.open_reference,
+            self.logprobs,
+            self.train_batch,
+            self.publish,
+            self.begin_checkpoint,
+        )
+        return {each.__name__: in_thread(each) for each in collective} | {
+            "finish_checkpoint": self.finish_checkpoint,
+            "cpu_seconds": time.process_time,
+        }
+
+    def open_store(self, count: int) -> tuple[str, int]:
+        """Rank 0 alone: where the others meet it."""
+        host = own_address() or LOOPBACK
+        listening = socket.create_server((host, 0))
+        port: int = listening.getsockname()[1]
+        self._store = dist.TCPStore(
+            host, port, count, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+        )
+        return host, port
+
+    def set_up(self, packed: bytes) -> None:
+        """Meet the others."""
+        setup: RankSetup = pickle.loads(packed)
+        self._setup = setup
+        torch.set_num_threads(setup.threads)
+        os.environ["GLOO_SOCKET_IFNAME"] = _interface_of(own_address() or LOOPBACK)
+        os.environ |= {"RANK": str(setup.rank), "WORLD_SIZE": str(setup.ranks.count), "LOCAL_RANK": "0"}
+        store = self._store or dist.TCPStore(*setup.store, setup.ranks.count, is_master=False, wait_for_workers=False)
+        device = find_device(setup.actor.device, "actor.device")
+        dist.init_process_group(
+            "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl",
+            store=store,
+            rank=setup.rank,
+            world_size=setup.ranks.count,
+            timeout=timedelta(seconds=COLLECTIVE_SECONDS),
+        )
+        self._checkpoints = CheckpointWriter()
+
+    def open_model(self, directory: str, with_optimizer: bool) -> None:
+        """Read a model, or a checkpoint with the optimizer's moments, in place of what was open."""
+        setup, self._learner, self._writer = self._known_setup, None, None
+        self._learner = RankLearner(
+            self._opened(directory, trainable=True),
+            setup.ranks,
+            setup.actor.optimizer,
+            total_steps=setup.total_steps,
+            max_tokens_per_mb=setup.actor.max_tokens_per_mb,
+        )
+        if with_optimizer:
+            load_optimizer(self._learner, Path(directory))
+
+    def open_reference(self, directory: str) -> None:
+        self._reference = self._opened(directory, trainable=False)
+
+    def logprobs(self, packed: bytes, of_reference: bool) -> Any:
+        share: Share = rank_wire().unpack(packed)
+        return self._open_learner.logprobs(share.batch(), self._reference if of_reference else None).numpy()
+
+    def train_batch(self, packed: bytes) -> tuple[dict[str, dict[str, float]], float]:
+        share: Share = rank_wire().unpack(packed)
+        assert share.loss is not None, "a batch that is trained has a loss"
+        figures, norm = self._open_learner.train_batch(share.batch(), share.loss, share.place)
+        return figures.by_kind(), norm
+
+    def publish(self, version: int, directory: str) -> list[WeightShard]:
+        """The files that this rank has written."""
+        if self._writer is None:
+            self._writer = RankWeightWriter(self._open_learner.model, Path(directory))
+        return self._writer.write(version)
+
+    def begin_checkpoint(self, directory: str) -> None:
+        """Returns once copies have been taken."""
+        assert self._checkpoints is not None, "set_up comes first"
+        self._checkpoints.begin(self._open_learner, Path(directory))
+
+    async def finish_checkpoint(self) -> None:
+        """Beside whatever the thread computes."""
+        assert self._checkpoints is not None, "set_up comes first"
+        await asyncio.to_thread(self._checkpoints.finish)
+
+    def _opened(self, directory: str, *, trainable: bool) -> ShardedModel:
+        setup = self._known_setup
+        return ShardedModel(
+            Path(directory),
+            setup.ranks,
+            find_device(setup.actor.device, "actor.device"),
+            dtype=setup.actor.dtype,
+            gradient_checkpointing=trainable and setup.actor.gradient_checkpointing,
+            offload=setup.actor.offload,
+            trainable=trainable,
+        )
+
+    @property
+    def _known_setup(self) -> RankSetup:
+        assert self._setup is not None, "set_up comes first"
+        return self._setup
+
+    @property
+    def _open_learner(self) -> RankLearner:
+        assert self._learner is not None, "open_model comes first"
+        return self._learner
+
+
+def _interface_of(address: str) -> str:
+    """The network interface that has an address; gloo listens on one interface, which it would guess otherwise."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+            except OSError:  # it has no address
+                continue
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    raise OSError(f"no network interface of {socket.gethostname()} has the address {address}")
+
+
+async def serve_rank(index: int) -> None:
+    """The process's whole life."""
+    rank = Rank()
+    driver = await connect_to_driver(RANK_ROLE, index, handlers=rank.handlers, wire=api_wire())
+    await driver.closed
+    os._exit(0)  # its thread may wait for other ranks, which have ended as well
+
+
+if __name__ == "__main__":
+    asyncio.run(serve_rank(int(sys.argv[1])))

@@ -1,0 +1,48 @@
+"""What a training run asks of whatever holds the weights that it trains: one process (engine.py), or several ranks."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from areal.api.engine_api import WeightUpdate
+from areal.engine.training.engine import Loss, TokenBatch
+from areal.engine.training.figures import Figures
+
+
+class LogProbs(Protocol):
+    def logprobs(self, batch: TokenBatch) -> Tensor:
+        """Log-probability of every trained token [N] under the present weights, on the host."""
+        ...
+
+
+class Learner(LogProbs, Protocol):
+    version: int
+
+    def train_batch(self, batch: TokenBatch, loss: Loss, place: int | None = None) -> Figures:
+        """One optimizer step, or none for an empty batch; returns the loss's figures and the step's own.
+
+        `place` is the step's place in the learning-rate schedule, from 0; None = the one after the last. Raises
+        NonFiniteUpdate, with weights and optimizer as they were, if loss or gradient are not finite.
+        """
+        ...
+
+    def publish(self) -> WeightUpdate:
+        """The weights as the present version, for engines; the previous version stays readable."""
+        ...
+
+    def begin_checkpoint(self, directory: Path) -> Callable[[], None] | None:
+        """Write the model and the optimizer into a directory. None = all of it is there.
+
+        Otherwise copies have been taken and the weights may change; what is returned waits until they are written.
+        """
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """What else a checkpoint must keep, for `load_checkpoint`."""
+        ...
+
+    def load_checkpoint(self, directory: Path, state: dict[str, Any]) -> None: ...
+
+    def close(self) -> None: ...

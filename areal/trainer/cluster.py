@@ -1,0 +1,123 @@
+"""The processes of a run as synchronous code sees them: an event loop in a thread of its own, and what runs there.
+
+Invariant: when a death ends the run, every waiting call raises what died, not the broken connection that it caused.
+"""
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from areal.api.errors import ArealError, EngineError
+from areal.config.training import SchedulerConfig
+from areal.infra.rpc.channel import ChannelClosed
+from areal.infra.rpc.shipping import Shipper
+from areal.infra.scheduler import Ask
+from areal.trainer.processes import CAUSE_SECONDS, Processes
+from areal.utils.closing import Closing
+
+T = TypeVar("T")
+
+CLOSE_SECONDS = 10.0
+
+
+class Cluster(Closing):
+    def __init__(self, config: SchedulerConfig, logs: Path, shipped: Iterable[Path]) -> None:
+        """`shipped`: directories of models and tokenizers, which processes on other hosts may fetch."""
+        self._loop = LoopThread()
+        self._failure: Exception | None = None
+        self._failed = asyncio.Event()
+        self._on_failure: list[Callable[[Exception], None]] = []
+        self.shipper = Shipper(shipped)
+        self.processes = Processes(config, logs, self.fail, self.shipper.handlers)
+
+    def reserve(self, asks: Sequence[Ask]) -> None:
+        """Places for all processes of the run, or for none."""
+        self.wait(self.processes.reserve(asks))
+
+    def wait(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run `work` on the event loop and wait for it here."""
+        try:
+            return self._loop.run(work)
+        except TimeoutError as error:
+            raise self._loop.run(self._cause(EngineError(str(error)))) from error
+        except (ArealError, ExceptionGroup) as error:
+            raise self._loop.run(self._cause(error)) from error
+
+    def finish(self, work: Coroutine[Any, Any, T]) -> T:
+        """The same for what must be done at the end, also of a run that has failed."""
+        return self._loop.run(work)
+
+    def call_soon(self, function: Callable[[], None]) -> None:
+        """Call `function` on the event loop, without waiting; safe in a signal handler."""
+        self._loop.call(function)
+
+    def fail(self, error: Exception) -> None:
+        """Make every waiting call raise this error. Call it on the event loop."""
+        self._failure = self._failure or error
+        self._failed.set()
+        for told in self._on_failure:
+            told(self._failure)
+
+    def when_failed(self, told: Callable[[Exception], None]) -> None:
+        """Call `told` on the event loop with what ended the run; at once if it has."""
+        self._on_failure.append(told)
+        if self._failure is not None:
+            told(self._failure)
+
+    def close(self) -> None:
+        self._loop.run(self.processes.close())
+        self._loop.close()
+
+    async def _cause(self, error: Exception) -> Exception:
+        """What `error` follows from: a process that died, or Ctrl-C, if it was one of them."""
+        if isinstance(error, ExceptionGroup):
+            error = error.exceptions[0]
+        if isinstance(error, (ChannelClosed, EngineError)):
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._failed.wait(), CAUSE_SECONDS)
+        return self._failure or error
+
+
+class LoopThread:
+    """An event loop in a thread of its own, for synchronous code that owns asynchronous parts."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._main, name="areal event loop", daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run `work` there and wait for it here; an interrupted wait cancels it."""
+        future = asyncio.run_coroutine_threadsafe(work, self.loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def call(self, function: Callable[..., Any], *args: Any) -> None:
+        """Call `function` there soon, without waiting; safe in a signal handler."""
+        self.loop.call_soon_threadsafe(function, *args)
+
+    def close(self) -> None:
+        """Cancel what is left and end the thread."""
+        if self.loop.is_closed():
+            return
+        asyncio.run_coroutine_threadsafe(self._cancel_all(), self.loop).result(CLOSE_SECONDS)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(CLOSE_SECONDS)
+
+    def _main(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+        self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+        self.loop.close()
+
+    async def _cancel_all(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,264 @@
+"""The ranks that train one model together, as the driver sees them: `actor.backend: fsdp:d4t2`.
+
+`RankedEngine` does what `TrainingEngine` does in one process, with a share of every batch for each data-parallel rank.
+The ranks live and die together: a process group cannot be joined again. When one of them ends, all do, and the run
+goes on from its newest checkpoint (run.py).
+"""
+
+import asyncio
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from areal.api.engine_api import WeightUpdate
+from areal.api.errors import ArealError, NonFiniteUpdate
+from areal.api.messages import RANK_ROLE, Array
+from areal.config.parallel import Ranks
+from areal.config.training import ActorConfig
+from areal.engine.model.published import whole_digest
+from areal.engine.sharded.messages import RankSetup, Share, rank_wire
+from areal.engine.training.engine import Loss, TokenBatch, learning_rate
+from areal.engine.training.figures import Figures
+from areal.infra.rpc.channel import Channel, ChannelClosed
+from areal.infra.scheduler import Ask, Placement
+from areal.trainer.cluster import Cluster
+from areal.trainer.processes import Processes, ask
+
+START_SECONDS = 120.0
+CALL_SECONDS = 3600.0
+"""A large model takes its time to be read, and a long batch to be computed."""
+UNEVEN_SHARE = 1.1
+"""Whole groups are dealt while the largest share has at most this much of the mean; else single sequences are."""
+
+
+def rank_asks(actor: ActorConfig) -> list[Ask]:
+    """What each rank needs of its host."""
+    return [ask(_name(rank), actor, actor.gpus) for rank in range(Ranks.parse(actor.backend).count)]
+
+
+def _name(rank: int) -> str:
+    return f"{RANK_ROLE} {rank}"
+
+
+class RankPlace:
+    """A `ProcessPlace` of the run."""
+
+    role = RANK_ROLE
+
+    def __init__(self, rank: int, ask: Ask, threads: int, processes: Processes) -> None:
+        self._rank = rank
+        self.ask: Ask | None = ask
+        self._threads = threads
+        self._processes = processes
+        self._channel: Channel | None = None
+
+    async def start(self) -> Placement:
+        env = {"OMP_NUM_THREADS": str(self._threads)}
+        return await self._processes.spawn(_name(self._rank), ["areal.engine.sharded.rank", str(self._rank)], env)
+
+    async def join(self, placement: Placement) -> None:
+        arrival = await self._processes.expect(RANK_ROLE, self._rank, placement, timeout_seconds=START_SECONDS)
+        self._channel = arrival.channel
+        self._processes.count_cpu(_name(self._rank), arrival.channel)
+
+    async def call(self, method: str, *arguments: Any, timeout_seconds: float) -> Any:
+        if self._channel is None:
+            raise ChannelClosed(f"{_name(self._rank)} has ended")
+        return await self._channel.call(method, *arguments, timeout_seconds=timeout_seconds)
+
+    def leave(self) -> None:
+        self._channel = None
+
+    def retire(self) -> bool:
+        return False
+
+
+@dataclass(frozen=True)
+class DealtShare:
+    batch: TokenBatch
+    places: Tensor
+    """Of its trained tokens among those of the whole batch."""
+
+
+def deal(batch: TokenBatch, shares: int) -> list[DealtShare]:
+    """A batch in parts of about as many tokens each.
+
+    Sequences of one group have prefixes in common, so groups stay together unless that is too uneven.
+    """
+    groups: dict[int, list[int]] = {}
+    for number, span in enumerate(batch.spans):
+        groups.setdefault(span.group, []).append(number)
+    sizes = [int(span.asked[-1]) if len(span.asked) else 0 for span in batch.spans]
+    dealt = _longest_first(list(groups.values()), sizes, shares)
+    loads = [sum(sizes[number] for number in share) for share in dealt]
+    if max(loads) > UNEVEN_SHARE * sum(loads) / shares:
+        dealt = _longest_first([[number] for number in range(len(sizes))], sizes, shares)
+    ends = np.cumsum([0, *(len(span.asked) for span in batch.spans)])
+    return [_share(batch, sorted(numbers), ends) for numbers in dealt]
+
+
+def _share(batch: TokenBatch, numbers: list[int], ends: Array) -> DealtShare:
+    tokens = [np.arange(ends[number], ends[number + 1]) for number in numbers]
+    places = torch.from_numpy(np.concatenate([np.empty(0, np.int64), *tokens]))
+    fields = {name: values[places] for name, values in batch.fields.items()}
+    return DealtShare(
+        TokenBatch([batch.spans[number] for number in numbers], batch.temperatures[places], fields), places
+    )
+
+
+def _longest_first(parts: Sequence[list[int]], sizes: Sequence[int], shares: int) -> list[list[int]]:
+    dealt: list[list[int]] = [[] for _ in range(shares)]
+    loads = [0] * shares
+    for part in sorted(parts, key=lambda part: -sum(sizes[number] for number in part)):
+        least = loads.index(min(loads))
+        dealt[least] += part
+        loads[least] += sum(sizes[number] for number in part)
+    return dealt
+
+
+class RankedEngine:
+    """Implements `Learner` on ranks in processes of their own."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        actor: ActorConfig,
+        model: Path,
+        *,
+        total_steps: int,
+        threads: int,
+    ) -> None:
+        """Start the ranks and read the model; places for `rank_asks` are reserved."""
+        self.version = 0
+        self._cluster = cluster
+        self._actor = actor
+        self._ranks = Ranks.parse(actor.backend)
+        self._total_steps = total_steps
+        self._steps = 0
+        self._broken: Exception | None = None
+        """Why the ranks cannot be called any more."""
+        self._places = [RankPlace(rank, each, threads, cluster.processes) for rank, each in enumerate(rank_asks(actor))]
+        cluster.wait(cluster.processes.start(self._places, never_again=[RANK_ROLE]))
+        (store,) = self._call("open_store", [(self._ranks.count,)], START_SECONDS)
+        setups = [
+            RankSetup(rank, self._ranks, actor, total_steps, threads, tuple(store)) for rank in range(self._ranks.count)
+        ]
+        self._call("set_up", [(pickle.dumps(setup),) for setup in setups], START_SECONDS)
+        self._all("open_model", str(model), False)
+
+    def open_reference(self, model: Path) -> "RankedReference":
+        self._all("open_reference", str(model))
+        return RankedReference(self)
+
+    def logprobs(self, batch: TokenBatch, *, of_reference: bool = False) -> Tensor:
+        """Log-probability of every trained token [N] under the present weights."""
+        shares = deal(batch, self._ranks.data)
+        parts = [(rank_wire().pack(Share.of(share.batch)), of_reference) for share in shares]
+        out = torch.empty(len(batch.temperatures))
+        for share, found in zip(shares, self._of_shares("logprobs", parts), strict=True):
+            out[share.places] = torch.from_numpy(found)
+        return out
+
+    def train_batch(self, batch: TokenBatch, loss: Loss, place: int | None = None) -> Figures:
+        """One optimizer step, or none for an empty batch, as `TrainingEngine.train_batch`."""
+        self._steps = self._steps if place is None else place
+        figures = Figures(
+            mean={"loss": 0.0, "lr": learning_rate(self._actor.optimizer, self._steps, self._total_steps)},
+            total={"forward_tokens": 0},
+        )
+        norm = 0.0
+        if batch.spans:
+            shares = deal(batch, self._ranks.data)
+            parts = [(rank_wire().pack(Share.of(share.batch, loss, self._steps)),) for share in shares]
+            answers = self._of_shares("train_batch", parts)
+            figures = Figures.of_passes([figures, *(Figures(**share) for share, _ in answers)])
+            norm = answers[0][1]
+        self._steps += 1
+        return Figures.of_passes([figures, Figures(mean={"grad_norm": norm})])
+
+    def publish(self) -> WeightUpdate:
+        """Each rank writes its part of the weights into shared memory as the present version."""
+        directory = self._cluster.processes.shared_memory
+        written = self._all("publish", self.version, str(directory))
+        shards = sorted((shard for each in written for shard in each), key=lambda shard: shard.name)
+        slot = directory / str(self.version % 2)
+        if missing := [shard.name for shard in shards if not (slot / shard.name).exists()]:
+            raise ArealError(
+                f"ranks publish weights into the memory of the driver's machine, and {missing[0]} is not there: its "
+                "rank runs on another host; place the ranks with the driver"
+            )
+        return WeightUpdate(self.version, whole_digest(shards), str(slot), tuple(shards))
+
+    def begin_checkpoint(self, directory: Path) -> Callable[[], None]:
+        """Copies are taken now, and written while training goes on; what is returned waits for the end of that."""
+        self._all("begin_checkpoint", str(directory))
+        return lambda: self._finish_checkpoint()
+
+    def state(self) -> dict[str, Any]:
+        return {"version": self.version, "steps": self._steps}
+
+    def load_checkpoint(self, directory: Path, state: dict[str, Any]) -> None:
+        """Take the model and the optimizer of a checkpoint, whatever number of ranks has written it."""
+        if "optimizer" in state:
+            raise ArealError(
+                f"{directory} was written by one process and has its optimizer; leave actor.backend unset to go on, or "
+                "choose another trial_name to start over with ranks"
+            )
+        self._all("open_model", str(directory), True)
+        self.version, self._steps = state["version"], state["steps"]
+
+    def close(self) -> None:
+        """The ranks end with their cluster."""
+
+    def _finish_checkpoint(self) -> None:
+        self._all("finish_checkpoint")
+
+    def _all(self, method: str, *arguments: Any) -> list[Any]:
+        return self._call(method, [arguments] * self._ranks.count, CALL_SECONDS)
+
+    def _of_shares(self, method: str, parts: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Every tensor-parallel rank gets the share of its group; one answer of each group."""
+        arguments = [part for part in parts for _ in range(self._ranks.tensor)]
+        return self._call(method, arguments, CALL_SECONDS)[:: self._ranks.tensor]
+
+    def _call(self, method: str, arguments: Sequence[tuple[Any, ...]], seconds: float) -> list[Any]:
+        """Call as many ranks as there are arguments, all at once. Raises RanksLost if one of them has died."""
+        if self._broken is not None:
+            raise self._broken
+        try:
+            return self._cluster.wait(self._gather(method, arguments, seconds))
+        except NonFiniteUpdate:
+            raise
+        except Exception as error:  # the other ranks may wait for the one that raised it
+            self._broken = error
+            raise
+
+    async def _gather(self, method: str, arguments: Sequence[tuple[Any, ...]], seconds: float) -> list[Any]:
+        calls = [
+            asyncio.ensure_future(place.call(method, *each, timeout_seconds=seconds))
+            for place, each in zip(self._places, arguments, strict=False)
+        ]
+        try:
+            return await asyncio.gather(*calls)
+        except NonFiniteUpdate:  # all of them raise it, and go on
+            await asyncio.gather(*calls, return_exceptions=True)
+            raise
+        finally:
+            for call in calls:
+                call.cancel()
+
+
+class RankedReference:
+    """The frozen model on the same ranks, for `PolicyUpdate`."""
+
+    def __init__(self, engine: RankedEngine) -> None:
+        self._engine = engine
+
+    def logprobs(self, batch: TokenBatch) -> Tensor:
+        return self._engine.logprobs(batch, of_reference=True)

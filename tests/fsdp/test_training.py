@@ -1,0 +1,72 @@
+"""Whole runs on ranks: the example agent, and what happens to it when a rank dies."""
+
+import os
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[1] / "e2e"))
+
+from real_runs import COMPARED, CONFIG, SCRIPT, SMALL, Run, rows_of, summary_of
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    return tmp_path / "runs/sort-digits/one"
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Iterator[list[Run]]:
+    """Those that a test has started."""
+    started: list[Run] = []
+    yield started
+    for run in started:
+        run.end()
+
+
+def start(runs: list[Run], cwd: Path, *settings: str) -> Run:
+    runs.append(Run([SCRIPT, "--config", CONFIG, "trial_name=one", *SMALL, *settings], cwd))
+    return runs[-1]
+
+
+@pytest.mark.parametrize("backend", ["fsdp:d2", "fsdp:d1t2"])
+def test_example_agent_trains_on_two_ranks(backend: str, runs: list[Run], tmp_path: Path, run_dir: Path) -> None:
+    run = start(runs, tmp_path, "total_train_steps=6", f"actor.backend={backend}", *COMPARED)
+    assert run.wait() == 0, run.text
+    metrics = [row for row in rows_of(run_dir / "metrics.jsonl") if "reward" in row]
+    assert [row["step"] for row in metrics] == list(range(1, 7))
+    assert max(row["max_logprob_difference"] for row in metrics if "max_logprob_difference" in row) < 1e-4
+    assert metrics[-1]["kl"] > 0
+    assert {"rank 0", "rank 1"} < set(summary_of(run_dir)["cpu_seconds"])
+
+
+def test_killed_rank_ends_all_and_the_run_goes_on_from_its_checkpoint(
+    runs: list[Run], tmp_path: Path, run_dir: Path
+) -> None:
+    settings = ("total_train_steps=40", "saver.freq_steps=4", "rollout.max_head_offpolicyness=0")
+    run = start(runs, tmp_path, "actor.backend=fsdp:d2", *settings)
+    run.wait_for(r"^step (8|9|10|11)/40 ")
+    victim = next(pid for pid, command in run.descendants().items() if re.search("sharded.rank 1$", command.strip()))
+    os.kill(victim, signal.SIGKILL)
+    assert run.wait() == 0, run.text
+    assert f"rank 1 (pid {victim}) was killed by signal 9 (SIGKILL)" in run.text
+    assert "the run goes on from its newest checkpoint" in run.text
+    assert "Traceback" not in run.text
+    metrics = rows_of(run_dir / "metrics.jsonl")
+    assert [row["step"] for row in metrics if "reward" in row] == list(range(1, 41))
+    tasks = [row["task_id"] for row in rows_of(run_dir / "rollouts.jsonl")]
+    assert {tasks.count(task) for task in tasks} == {4}, "a group was trained twice, or in part"
+
+
+def test_ranks_that_die_again_and_again_end_the_run(runs: list[Run], tmp_path: Path) -> None:
+    run = start(runs, tmp_path, "actor.backend=fsdp:d2", "total_train_steps=200", "scheduler.max_restarts=0")
+    run.wait_for(r"^step 10/200 ")
+    victim = next(pid for pid, command in run.descendants().items() if re.search("sharded.rank 0$", command.strip()))
+    os.kill(victim, signal.SIGKILL)
+    assert run.wait() == 2, run.text
+    assert f"rank 0 (pid {victim}) was killed by signal 9 (SIGKILL)" in run.text
+    assert run.descendants() == {}
