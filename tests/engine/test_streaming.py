@@ -6,7 +6,7 @@ from contextlib import aclosing
 from typing import Any
 
 import pytest
-from engine_kinds import LONG, Engines, answer, ask, patience, soon, until
+from engine_kinds import LONG, Engines, answer, ask, begin, patience, soon, until
 
 from areal.api.engine_api import InferenceEngine
 from areal.api.errors import ContextLengthError, EngineError
@@ -56,7 +56,7 @@ async def test_an_answer_of_one_token_is_one_chunk(engine: InferenceEngine) -> N
 
 
 async def test_closing_a_stream_aborts_its_generation_and_no_other(engine: InferenceEngine) -> None:
-    kept = asyncio.create_task(engine.agenerate(ask([5], max_new_tokens=LONG, seed=1)))
+    (kept,) = await begin(engine, max_new_tokens=LONG)
     chunks = engine.astream(ask([6], max_new_tokens=LONG, seed=2))
     await soon(anext(chunks))
     await engine.pause()

@@ -63,7 +63,7 @@ class WeightWriter:
         other readers of the directory. Raises ArealError if there is no room.
         """
         named = [(name, tensor.detach()) for name, tensor in tensors]
-        parts = cut(named) if layout == "model" else {ADAPTER_NAME: named}  # PEFT reads one file only
+        parts = cut(named, SHARD_BYTES) if layout == "model" else {ADAPTER_NAME: named}  # PEFT reads one file only
         beside = dict(texts or {})
         if len(parts) > 1:
             beside[INDEX_NAME] = index_of(parts)
@@ -213,7 +213,7 @@ def index_of(parts: Mapping[str, Sequence[tuple[str, Tensor]]]) -> str:
     return json.dumps({"metadata": {}, "weight_map": table})
 
 
-def cut(tensors: Sequence[tuple[str, Tensor]], most_bytes: int = SHARD_BYTES) -> dict[str, list[tuple[str, Tensor]]]:
+def cut(tensors: Sequence[tuple[str, Tensor]], most_bytes: int) -> dict[str, list[tuple[str, Tensor]]]:
     """Tensors by the file that they go to, in order."""
     parts: list[list[tuple[str, Tensor]]] = [[]]
     size = 0
