@@ -130,7 +130,7 @@ def on_ray() -> Iterator[Place]:
     with ExitStack() as stack:
         stack.callback(hosts.down)
         hosts.up()
-        cluster = RayCluster(hosts, cpus=1)  # two engines then are on two hosts
+        cluster = RayCluster(hosts, cpus=2)  # with two engines no host has room for the workers too
         cluster.up()
         settings = ["scheduler.type=ray", f"scheduler.ray_address={cluster.address}"]
         yield Place(settings, hosts.address(cluster.head), partial(hosts.inside, cluster.head), cluster.env, hosts)
