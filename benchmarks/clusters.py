@@ -295,6 +295,14 @@ def command_line(pid: int) -> str:
         return ""
 
 
+def parent_of(pid: int) -> int:
+    """0 if the process has ended."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
+
+
 def until(condition: Callable[[], bool], seconds: float, what: str) -> None:
     """Wait for a condition that nothing announces."""
     deadline = time.monotonic() + seconds

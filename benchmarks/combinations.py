@@ -37,6 +37,7 @@ from benchmarks.clusters import (
     SlurmCluster,
     command_line,
     missing_programs,
+    parent_of,
     why_no_hosts,
 )
 from benchmarks.report import Aim, main
@@ -55,6 +56,7 @@ RUN_SECONDS = {"embedded": 300.0, "vllm": 1200.0}
 """vLLM on a CPU takes minutes to start."""
 LOOK_SECONDS = 0.2
 LOG_CHARACTERS = 3000
+MODULES = ("-m areal.rollout.worker", "-m areal.engine.inference.server")
 VLLM_PYTHON = ROOT / ".venv-vllm/bin/python"
 CHANGES: dict[str, Any] = {
     "experiment_name": "combinations",
@@ -246,6 +248,7 @@ def examine(outcome: Outcome, run_dir: Path, first: dict[tuple[int, int], list[s
         "rewards": {row["reward"] for row in rollouts} != {0.0, 1.0},
         "versions": any(not row["version_min"] == row["version_max"] == row["step"] - 1 for row in rollouts),
         "log-probs of the token ids": not (outcome.max_logprob_difference or 1.0) < 1e-4,
+        "a process was started again": "started again" in (run_dir.parents[2] / "driver.log").read_text(),
         "tokens": any(row["tokens"] < 1 for row in rollouts),
         "answers of the first step": not outcome.backend.startswith("vllm")
         and any(answers[key] != first.get(key) for key in answers if key[0] == 1),
@@ -319,11 +322,12 @@ def _processes(place: Place) -> dict[str, int]:
     """How many engines and workers each host has now."""
     if place.hosts is None:
         return {}
-    modules = ("-m areal.rollout.worker", "-m areal.engine.inference.server")
-    return {
-        name: sum(any(module in command_line(pid) for module in modules) for pid in place.hosts.processes(name))
-        for name in place.hosts.names
-    }
+    counts = {}
+    for name in place.hosts.names:
+        found = {pid for pid in place.hosts.processes(name) if any(each in command_line(pid) for each in MODULES)}
+        # A child that has not begun its own program yet looks like its parent.
+        counts[name] = sum(parent_of(pid) not in found for pid in found)
+    return counts
 
 
 def _most(before: dict[str, int], now: dict[str, int]) -> dict[str, int]:
