@@ -8,7 +8,7 @@ import torch
 from ranks_harness import MAX_TOKENS, OPTIMIZER, opened_ranks, random_batch
 from safetensors.torch import load_file
 
-from areal.api.errors import NonFiniteUpdate
+from areal.api.errors import ModelError, NonFiniteUpdate
 from areal.config.training import OptimizerConfig
 from areal.engine.model.published import WeightReader
 from areal.engine.models import find_model, open_trainable
@@ -100,3 +100,20 @@ def test_update_that_is_not_finite_changes_nothing_on_any_rank(model: Path, tmp_
             ranks.train_batch(broken, mean_nll, 0)
         torch.testing.assert_close(ranks.logprobs(batch), before, atol=0, rtol=0)
         assert ranks.train_batch(batch, mean_nll, 0)["loss"] > 0
+
+
+def test_layers_that_are_computed_again_give_the_same_gradient(model: Path, tmp_path: Path) -> None:
+    flat, batch = one_process(model), random_batch(0)
+    with opened_ranks(model, "fsdp:d2", tmp_path, gradient_checkpointing=True) as ranks:
+        for step in range(2):
+            found, expected = ranks.train_batch(batch, mean_nll, step), flat.train_batch(batch, mean_nll, step)
+            assert found["loss"] == pytest.approx(expected["loss"], abs=1e-5)
+            assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
+
+
+def test_offload_needs_something_to_offload_from(model: Path, tmp_path: Path) -> None:
+    with (
+        pytest.raises(ModelError, match="this rank has no GPU; leave it out"),
+        opened_ranks(model, "fsdp:d2", tmp_path, offload=True),
+    ):
+        pass

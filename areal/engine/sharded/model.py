@@ -40,6 +40,10 @@ class ShardedModel:
         trainable: bool = True,
     ) -> None:
         """`dtype`: what is computed in; parameters and gradients are float32. `offload`: they rest in host memory."""
+        if offload and device.type == "cpu":
+            raise ModelError(
+                "actor.offload keeps a GPU's parameters in host memory, and this rank has no GPU; leave it out"
+            )
         register_packed_attention()
         self.device = device
         self.module = _open(directory, ranks, device, mixed=dtype == "bfloat16", offload=offload).eval()
