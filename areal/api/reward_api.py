@@ -119,7 +119,7 @@ class AsyncRewardWrapper:
         max_workers: int | None = None,
         max_retries: int = 0,
         *,
-        on_failure: Reject | Value = Reject(),  # noqa: B008  (frozen)
+        on_failure: Reject | Value = Reject(),
         limits: Limits | None = None,
     ) -> None:
         """`max_workers=None` is one process per core; `limits=None` gives each a fair share of the machine's memory."""

@@ -79,7 +79,7 @@ class ProgramRun:
 def run_program(
     text: str,
     stdin: str = "",
-    limits: SandboxLimits = SandboxLimits(),  # noqa: B008  (frozen)
+    limits: SandboxLimits = SandboxLimits(),
     *,
     isolation: AskedIsolation = "auto",
 ) -> ProgramRun:
