@@ -8,6 +8,7 @@ Every call below is collective: all ranks make it, in the same order.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -156,12 +157,18 @@ def _class_for(directory: Path) -> Any:
 
     class Tied(base):
         @classmethod
-        def maybe_distribute_model(cls, model: Any, *arguments: Any) -> Any:
-            if model.all_tied_weights_keys:
-                model.tie_weights()
-                # What is left to the whole module is one group, in which the two are one parameter.
-                model._fsdp_plan = {name: plan for name, plan in model._fsdp_plan.items() if "*" in name}
-            return super().maybe_distribute_model(model, *arguments)
+        def maybe_distribute_model(cls, model: Any, config: Any, meshes: Any) -> Any:
+            share = super().maybe_distribute_model
+            if config is None or not model.all_tied_weights_keys:
+                return share(model, config, meshes)
+            # Tensor parallelism has a rule for each of the two and wants both; FSDP has to find one.
+            model = share(model, replace(config, fsdp_size=1), meshes)
+            model.tie_weights()
+            # What is left to the whole module is one group, in which the two are one parameter.
+            model._fsdp_plan = {name: plan for name, plan in model._fsdp_plan.items() if "*" in name}
+            model = share(model, replace(config, tp_size=1), meshes)
+            model.config.distributed_config, model._tp_size = config, config.tp_size
+            return model
 
     Tied.__name__, Tied.__module__ = base.__name__, base.__module__
     return Tied
