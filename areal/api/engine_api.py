@@ -16,11 +16,14 @@ class WeightShard:
     name: str
     size_bytes: int
     digest: str
+    source: str = ""
+    """The address at which hosts that lack it fetch it: of the rank that wrote it; empty = the driver's."""
 
 
 @dataclass(frozen=True)
 class WeightUpdate:
-    """New weights: safetensors files with Hugging Face's names in a directory of the trainer's host."""
+    """New weights: safetensors files with Hugging Face's names, all in one directory, or each on the host of the rank
+    that wrote it, in a directory of that name there."""
 
     version: int
     digest: str

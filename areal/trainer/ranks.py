@@ -183,17 +183,11 @@ class RankedEngine:
         return Figures.of_passes([figures, Figures(mean={"grad_norm": norm})])
 
     def publish(self) -> WeightUpdate:
-        """Each rank writes its part of the weights into shared memory as the present version."""
-        directory = self._cluster.processes.shared_memory
-        written = self._all("publish", self.version, str(directory))
-        shards = sorted((shard for each in written for shard in each), key=lambda shard: shard.name)
-        slot = directory / str(self.version % 2)
-        if missing := [shard.name for shard in shards if not (slot / shard.name).exists()]:
-            raise ArealError(
-                f"ranks publish weights into the memory of the driver's machine, and {missing[0]} is not there: its "
-                "rank runs on another host; place the ranks with the driver"
-            )
-        return WeightUpdate(self.version, whole_digest(shards), str(slot), tuple(shards))
+        """Each rank writes its part of the weights into the shared memory of its host as the present version."""
+        parts: list[WeightUpdate] = self._all("publish", self.version)
+        (place,) = {part.path for part in parts}
+        shards = sorted((shard for part in parts for shard in part.shards), key=lambda shard: shard.name)
+        return WeightUpdate(self.version, whole_digest(shards), place, tuple(shards))
 
     def begin_checkpoint(self, directory: Path) -> Callable[[], None]:
         """Copies are taken now, and written while training goes on; what is returned waits for the end of that."""
@@ -207,8 +201,8 @@ class RankedEngine:
         """Take the model and the optimizer of a checkpoint, whatever number of ranks has written it."""
         if "optimizer" in state:
             raise ArealError(
-                f"{directory} was written by one process and has its optimizer; leave actor.backend unset to go on, or "
-                "choose another trial_name to start over with ranks"
+                f"{directory} was written by one process of an older version, whose optimizer ranks cannot read; leave "
+                "actor.backend unset until the next checkpoint"
             )
         self._all("open_model", str(directory), True)
         self.version, self._steps = state["version"], state["steps"]

@@ -71,7 +71,8 @@ class Trainer(Closing):
                 find_spec("accelerate") is not None,
                 f"actor.backend={config.actor.backend} needs transformers with accelerate; pip install 'areal[fsdp]'",
             )
-        find_device(config.actor.device, "actor.device")
+        if not (config.actor.backend and config.scheduler.type != "local"):  # else the ranks' machines are others
+            find_device(config.actor.device, "actor.device")
         self._tasks = tasks
         by_epochs = config.total_train_epochs * len(tasks) // config.train_dataset.batch_size
         self._total_steps = config.total_train_steps or max(1, by_epochs)

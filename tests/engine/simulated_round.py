@@ -183,11 +183,11 @@ def policy_updates(model: Path, asked: Sequence[ModelRequest], answers: Sequence
 
 def resume(model: Path, trainer: TrainingEngine, trained: Any) -> dict[str, Any]:
     """The next step of a trainer, and of one on the CPU that goes on from its state."""
-    state = trainer.state()
-    kept = [value for moments in state["optimizer"]["state"].values() for value in moments.values()]
+    kept = [value for named in trainer.moments().named.values() for value in named.values()]
     other = open_trainer(model, "cpu")
-    other.flat.copy_(trainer.flat)
-    other.load_state(state)
+    with tempfile.TemporaryDirectory() as directory:
+        trainer.begin_checkpoint(Path(directory))
+        other.load_checkpoint(Path(directory), trainer.state())
     return {
         "devices": sorted({value.device.type for value in kept}),
         "loss": [each.train_batch(trained, loss)["loss"] for each in (trainer, other)],

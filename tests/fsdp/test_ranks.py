@@ -78,6 +78,34 @@ def test_checkpoint_is_resumed_at_another_number_of_ranks(before: str, after: st
         torch.testing.assert_close(ranks.logprobs(batch), trained, atol=1e-4, rtol=0)
 
 
+def test_one_process_goes_on_from_a_checkpoint_of_ranks(model: Path, tmp_path: Path) -> None:
+    directory, batch, flat = tmp_path / "checkpoint", random_batch(7), one_process(model)
+    directory.mkdir()
+    with opened_ranks(model, "fsdp:d2", tmp_path / "logs") as ranks:
+        for step in range(3):
+            ranks.train_batch(random_batch(step), mean_nll, step)
+        ranks.begin_checkpoint(directory)()
+        flat.load_checkpoint(directory, ranks.state())
+        expected = ranks.train_batch(batch, mean_nll, 3)
+        assert flat.train_batch(batch, mean_nll, 3)["loss"] == pytest.approx(expected["loss"], abs=1e-6)
+        torch.testing.assert_close(flat.logprobs(batch), ranks.logprobs(batch), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("backend", ["fsdp:d3", "fsdp:d2t2"])
+def test_ranks_go_on_from_a_checkpoint_of_one_process(backend: str, model: Path, tmp_path: Path) -> None:
+    directory, batch, flat = tmp_path / "checkpoint", random_batch(7), one_process(model)
+    directory.mkdir()
+    for step in range(3):
+        flat.train_batch(random_batch(step), mean_nll, step)
+    flat.begin_checkpoint(directory)
+    with opened_ranks(model, backend, tmp_path / "logs") as ranks:
+        ranks.load_checkpoint(directory, flat.state())
+        found, expected = ranks.train_batch(batch, mean_nll, 3), flat.train_batch(batch, mean_nll, 3)
+        assert found["loss"] == pytest.approx(expected["loss"], abs=1e-6)
+        assert found["lr"] == expected["lr"]
+        torch.testing.assert_close(ranks.logprobs(batch), flat.logprobs(batch), atol=1e-4, rtol=0)
+
+
 def test_checkpoint_is_a_model_that_one_process_reads(model: Path, tmp_path: Path) -> None:
     directory = tmp_path / "checkpoint"
     directory.mkdir()

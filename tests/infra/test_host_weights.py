@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 from areal.api.engine_api import WeightUpdate
 from areal.api.errors import ArealError, WeightMismatch
 from areal.engine.model.published import WeightReader, WeightWriter
-from areal.infra.rpc.channel import Channel
+from areal.infra.rpc.channel import Channel, ChannelClosed
 from areal.infra.rpc.connect import Listener, connect, serve
 from areal.infra.rpc.host_weights import IN_FLIGHT, HostWeights
 from areal.infra.rpc.shipping import READ_WEIGHTS, Shipper
@@ -30,15 +31,14 @@ PIECE_BYTES = 1 << 16
 DEADLINE_SECONDS = 60.0
 FETCH = """
 import asyncio, pickle, sys
-from functools import partial
 from pathlib import Path
 from areal.infra.rpc import host_weights
 from areal.infra.rpc.connect import connect
 from areal.infra.rpc.wire import api_wire
 
-host_weights._are_here = lambda update: False
+host_weights._is_here = lambda update, shard: False
 address, place, update, host_weights.PIECE_BYTES = pickle.load(sys.stdin.buffer)
-dial = partial(connect, address, wire=api_wire(), secret=b"secret")
+dial = lambda source: connect(address, wire=api_wire(), secret=b"secret")
 asyncio.run(host_weights.HostWeights(place, place, dial).fetch(update))
 """
 
@@ -60,7 +60,7 @@ class Driver:
         self._thread.start()
         self._listener: Listener = self._run(serve(self.address, self._welcome, wire=api_wire(), secret=b"secret"))
 
-    def dial(self) -> Any:
+    def dial(self, source: str) -> Any:
         return connect(self.address, wire=api_wire(), secret=b"secret")
 
     def hang_up(self) -> None:
@@ -131,7 +131,7 @@ def published(driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("areal.engine.model.published.SHARD_BYTES", 1)
     monkeypatch.setattr("areal.infra.rpc.shipping.PIECE_BYTES", PIECE_BYTES)
     monkeypatch.setattr("areal.infra.rpc.host_weights.PIECE_BYTES", PIECE_BYTES)
-    monkeypatch.setattr("areal.infra.rpc.host_weights._are_here", lambda update: False)  # as on another host
+    monkeypatch.setattr("areal.infra.rpc.host_weights._is_here", lambda update, shard: False)  # as on another host
     (tmp_path / "published").mkdir()
     return Published(driver, tmp_path / "published")
 
@@ -349,3 +349,45 @@ async def test_files_of_another_layout_do_not_stay_beside_the_shards(
 async def test_an_engine_that_holds_no_weights_fetches_none(host: Callable[[], HostWeights]) -> None:
     update = WeightUpdate(3, "three", "")
     assert await host().fetch(update) is update
+
+
+async def test_shards_come_from_where_each_was_written_and_those_of_the_same_host_are_copied(
+    driver: Driver, published: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of two ranks: one on another host, one on the engine's own."""
+    update = published.publish(0)
+    there, here = update.shards
+    update = replace(update, shards=(replace(there, source="a rank's address"), here))
+    driver.shipper.published = update
+    monkeypatch.setattr("areal.infra.rpc.host_weights._is_here", lambda update, shard: shard.name == here.name)
+    dialled: list[str] = []
+
+    def dial(source: str) -> Any:
+        dialled.append(source)
+        return driver.dial(source)
+
+    (tmp_path / "shared").mkdir()
+    published.check(await soon(HostWeights(tmp_path / "shared", tmp_path, dial).fetch(update)))
+    assert dialled == ["a rank's address"]
+    assert driver.sent == -(-there.size_bytes // PIECE_BYTES)
+
+
+async def test_a_source_that_is_gone_ends_the_fetch_and_what_others_sent_is_kept(
+    driver: Driver, published: Published, tmp_path: Path
+) -> None:
+    update = published.publish(0)
+    update = replace(update, shards=tuple(replace(shard, source=f"rank {n}") for n, shard in enumerate(update.shards)))
+    driver.shipper.published = update
+    gone = asyncio.Event()
+
+    async def dial(source: str) -> Any:
+        if source == "rank 1" and not gone.is_set():
+            raise ChannelClosed("rank 1 is gone")
+        return await driver.dial(source)
+
+    (tmp_path / "shared").mkdir()
+    engine = HostWeights(tmp_path / "shared", tmp_path, dial)
+    with pytest.raises(ChannelClosed, match="rank 1 is gone"):
+        await soon(engine.fetch(update))
+    gone.set()
+    published.check(await soon(engine.fetch(update)))

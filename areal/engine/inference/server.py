@@ -17,7 +17,6 @@ import tempfile
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -171,8 +170,11 @@ class _WeightsFromDriver:
         """Set once it is connected; its first call may come before that."""
         self.handlers: dict[str, Handler] = {"stage_weights": self._stage, "update_weights": self._update}
         self._engine = engine
+
         # Not over the channel that the driver's calls come on: it is read between two decode steps only.
-        dial = partial(connect, driver_address(), wire=api_wire(), peer="the driver", secret=secret)
+        def dial(source: str) -> Awaitable[Channel]:
+            return connect(source or driver_address(), wire=api_wire(), peer="who has the weights", secret=secret)
+
         self._host = HostWeights(shared() or place, place, dial, self._report)
         self._staged: tuple[WeightUpdate, WeightUpdate] | None = None
         """What was published, and the same on this host."""

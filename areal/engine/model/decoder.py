@@ -166,6 +166,11 @@ def parameter_shapes(a: Architecture) -> dict[str, torch.Size]:
     return {name: torch.Size(shape) for name, shape in {**matrices, **vectors}.items()}
 
 
+def parameter_views(architecture: Architecture, flat: Tensor) -> dict[str, Tensor]:
+    """A buffer of as many values as there are parameters, by their names."""
+    return {name: view for name, view, _ in _spans(flat, parameter_shapes(architecture))}
+
+
 def parameter_count(architecture: Architecture) -> int:
     return sum(shape.numel() for shape in parameter_shapes(architecture).values())
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from areal.api.errors import ModelError
 from areal.engine.model.architecture import Architecture
-from areal.engine.model.decoder import Decoder
+from areal.engine.model.decoder import Decoder, parameter_views
 from areal.engine.model.device import CPU
 
 _WHOLE = {"embedding": "model.embed_tokens.weight", "head": "lm_head.weight", "final_norm": "model.norm.weight"}
@@ -56,13 +56,22 @@ def save_weights(decoder: Decoder, directory: Path) -> None:
 
 def named_weights(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
     """Each Hugging Face name, and the view of the fused parameter that holds it."""
-    for name, parameter in decoder.parameters.items():
+    return _named_parts(decoder.architecture, decoder.parameters)
+
+
+def named_views(architecture: Architecture, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The same of any buffer that is laid out as the parameters are."""
+    return _named_parts(architecture, parameter_views(architecture, flat))
+
+
+def _named_parts(architecture: Architecture, parameters: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    for name, parameter in parameters.items():
         if name in _WHOLE:
             yield _WHOLE[name], parameter
             continue
         _, index, kind = name.split(".")
         names = _IN_LAYER[kind]
-        rows = _rows(kind, decoder.architecture, parameter.shape[0])
+        rows = _rows(kind, architecture, parameter.shape[0])
         for part, piece in zip(names, parameter.split(rows), strict=True):
             yield f"model.layers.{index}.{part}", piece
 

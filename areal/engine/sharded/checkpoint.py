@@ -1,7 +1,8 @@
 """Checkpoints of a sharded model: written while training goes on, readable at any number of ranks.
 
 The weights are a Hugging Face model in safetensors (export.py), which every rank reads its own part of. The optimizer's
-moments are in torch's distributed format, which is read at another world size or mesh than it was written at.
+moments are in torch's distributed format, which is read at another world size or mesh than it was written at, and by
+one process; those that one process has written are read here too (engine/training/moments.py).
 """
 
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader, HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -19,8 +21,8 @@ from torch.distributed.checkpoint.state_dict import (
 from areal.api.errors import ArealError
 from areal.engine.sharded.export import staged_export, write_export
 from areal.engine.sharded.learner import RankLearner
+from areal.engine.training.moments import DIRECTORY, is_of_one_process
 
-OPTIMIZER_DIRECTORY = "optimizer"
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
@@ -47,8 +49,8 @@ class CheckpointWriter:
         if dist.get_rank() == 0:
             learner.model.module.config.save_pretrained(directory)
         written: Any = dcp.async_save(
-            {"optimizer": _state(learner)},
-            checkpoint_id=directory / OPTIMIZER_DIRECTORY,
+            {"optimizer": _moments(_state(learner))},
+            checkpoint_id=directory / DIRECTORY,
             process_group=self._group,
         )
         self._writing.append(written)
@@ -60,10 +62,18 @@ class CheckpointWriter:
 
 
 def load_optimizer(learner: RankLearner, directory: Path) -> None:
-    """Take the moments of a checkpoint that any number of ranks has written."""
+    """Take the moments of a checkpoint that any number of ranks, or one process, has written."""
+    place = directory / DIRECTORY
     state = _state(learner)
-    dcp.load({"optimizer": state}, checkpoint_id=directory / OPTIMIZER_DIRECTORY)
-    set_optimizer_state_dict(learner.model.module, learner.optimizer, state, options=_OPTIONS)
+    moments = _moments(state)
+    reader = HuggingFaceStorageReader(str(place)) if is_of_one_process(directory) else FileSystemReader(place)
+    dcp.load({"optimizer": moments}, storage_reader=reader)
+    set_optimizer_state_dict(learner.model.module, learner.optimizer, {**state, **moments}, options=_OPTIONS)
+
+
+def _moments(state: dict[str, Any]) -> dict[str, Any]:
+    """What an optimizer has learnt, without its settings, which are the config's."""
+    return {key: value for key, value in state.items() if key.startswith("state.")}
 
 
 def _state(learner: RankLearner) -> dict[str, Any]:

@@ -6,6 +6,7 @@ at a time, and the files of all ranks together are the model.
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,9 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from areal.api.engine_api import WeightShard
+from areal.api.engine_api import WeightUpdate
 from areal.engine.model.device import CPU
-from areal.engine.model.published import INDEX_NAME, SHARD_BYTES, WritableShard, cut, index_of
+from areal.engine.model.published import INDEX_NAME, SHARD_BYTES, WritableShard, cut, index_of, whole_digest
 from areal.engine.sharded.model import ShardedModel
 
 
@@ -47,23 +48,25 @@ class ModelFiles:
 class RankWeightWriter:
     """A rank's half of publishing: writes its files of each version into one of two directories, by turns."""
 
-    def __init__(self, model: ShardedModel, directory: Path) -> None:
+    def __init__(self, model: ShardedModel, directory: Path, source: str) -> None:
+        """`source`: where other hosts fetch these files; empty = there are none."""
         self._files = ModelFiles(model)
-        self._slots: list[dict[str, WritableShard]] = []
+        self._source = source
+        self._slots: list[tuple[Path, dict[str, WritableShard]]] = []
         for slot in (directory / "0", directory / "1"):
             slot.mkdir(mode=0o700, exist_ok=True, parents=True)
-            self._slots.append(
-                {name: WritableShard(slot / name, self._files.parts[name], {}) for name in self._files.own}
-            )
+            shards = {name: WritableShard(slot / name, self._files.parts[name], {}) for name in self._files.own}
+            self._slots.append((slot, shards))
             if self._files.index is not None:
                 (slot / INDEX_NAME).write_text(self._files.index, encoding="utf-8")
 
-    def write(self, version: int) -> list[WeightShard]:
-        """The rank's own files of the weights as they are."""
-        shards = self._slots[version % 2]
+    def write(self, version: int) -> WeightUpdate:
+        """The rank's own files of the weights as they are: its part of a version."""
+        slot, shards = self._slots[version % 2]
         for file, name, tensor in self._files.own_tensors():
             shards[file].fill(name, tensor)
-        return [shard.seal() for shard in shards.values()]
+        sealed = tuple(replace(shard.seal(), source=self._source) for shard in shards.values())
+        return WeightUpdate(version, whole_digest(sealed), str(slot), sealed)
 
 
 def staged_export(model: ShardedModel) -> dict[str, Any]:

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from areal.api.engine_api import WeightShard
+from areal.api.engine_api import WeightUpdate
+from areal.api.errors import ModelError
 from areal.api.messages import RANK_ROLE
 from areal.engine.model.device import find_device
 from areal.engine.sharded.checkpoint import CheckpointWriter, load_optimizer
@@ -30,19 +31,25 @@ from areal.engine.sharded.learner import RankLearner
 from areal.engine.sharded.messages import RankSetup, Share, rank_wire
 from areal.engine.sharded.model import ShardedModel
 from areal.infra.rpc.channel import Handler
-from areal.infra.rpc.connect import connect_to_driver, own_address
+from areal.infra.rpc.connect import connect_to_driver, own_address, read_secret, serve
+from areal.infra.rpc.shipping import Shipper, is_here, shared
 from areal.infra.rpc.wire import api_wire
 
 COLLECTIVE_SECONDS = 600.0
 """How long a rank waits for the others. The driver ends all of them as soon as one has died; this is for the rest."""
 LOOPBACK = "127.0.0.1"
+PUBLISHED = "published"
+"""The directory of the weights, in the one that the processes of the run on a host have together."""
 _SIOCGIFADDR = 0x8915
 
 
 class Rank:
     """What the driver may call, always of all ranks; one call after the other, in a thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, shipper: Shipper, address: str) -> None:
+        """`shipper` serves at `address` what was published last; empty = nowhere, there is one host."""
+        self._shipper = shipper
+        self._address = address
         self._thread = ThreadPoolExecutor(1, "rank")
         self._store: dist.TCPStore | None = None
         self._setup: RankSetup | None = None
@@ -128,11 +135,14 @@ class Rank:
         figures, norm = self._open_learner.train_batch(share.batch(), share.loss, share.place)
         return figures.by_kind(), norm
 
-    def publish(self, version: int, directory: str) -> list[WeightShard]:
-        """The files that this rank has written."""
+    def publish(self, version: int) -> WeightUpdate:
+        """Write this rank's files of the weights; engines of other hosts fetch them from here."""
         if self._writer is None:
-            self._writer = RankWeightWriter(self._open_learner.model, Path(directory))
-        return self._writer.write(version)
+            place = shared()
+            assert place is not None, "a keeper has started this process"
+            self._writer = RankWeightWriter(self._open_learner.model, place / PUBLISHED, self._address)
+        self._shipper.published = self._writer.write(version)
+        return self._shipper.published
 
     def begin_checkpoint(self, directory: str) -> None:
         """Returns once copies have been taken."""
@@ -146,6 +156,11 @@ class Rank:
 
     def _opened(self, directory: str, *, trainable: bool) -> ShardedModel:
         setup = self._known_setup
+        if not is_here(Path(directory)):
+            raise ModelError(
+                f"every rank reads its part of the model by itself, and {directory!r} is not on "
+                f"{socket.gethostname()}; put it on a file system that all of them share"
+            )
         return ShardedModel(
             Path(directory),
             setup.ranks,
@@ -183,8 +198,18 @@ def _interface_of(address: str) -> str:
 
 async def serve_rank(index: int) -> None:
     """The process's whole life."""
-    rank = Rank()
-    driver = await connect_to_driver(RANK_ROLE, index, handlers=rank.handlers, wire=api_wire())
+    secret, shipper, host, address = read_secret(), Shipper([]), own_address(), ""
+    if host is not None:
+        endpoint = await serve(
+            f"tcp:{host}:0",
+            lambda channel: channel.handlers.update(shipper.handlers),
+            wire=api_wire(),
+            peer="an engine",
+            secret=secret,
+        )
+        address = endpoint.address
+    rank = Rank(shipper, address)
+    driver = await connect_to_driver(RANK_ROLE, index, handlers=rank.handlers, wire=api_wire(), secret=secret)
     await driver.closed
     os._exit(0)  # its thread may wait for other ranks, which have ended as well
 

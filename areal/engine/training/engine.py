@@ -11,7 +11,7 @@ passes of the batch are under way; then the figures and the gradient's norm come
 import math
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,13 +21,14 @@ import torch
 from torch import Tensor
 
 from areal.api.engine_api import WeightUpdate
-from areal.api.errors import ArealError, NonFiniteUpdate
+from areal.api.errors import NonFiniteUpdate
 from areal.config.training import OptimizerConfig
 from areal.engine.model.architecture import Architecture
 from areal.engine.model.decoder import Decoder
 from areal.engine.model.device import to_device, to_host
 from areal.engine.model.published import NamedTensors, WeightWriter, shared_memory
 from areal.engine.training.figures import Figures
+from areal.engine.training.moments import KINDS, Moments, load_moments, save_moments
 from areal.engine.training.packing import PackedDecoder, Span
 
 Loss = Callable[[Tensor, dict[str, Tensor]], tuple[Tensor, Figures]]
@@ -90,6 +91,10 @@ class TrainableModel(Protocol):
 
     def named_weights(self) -> NamedTensors:
         """Every parameter once, by its Hugging Face name."""
+        ...
+
+    def named_views(self, flat: Tensor) -> NamedTensors:
+        """A buffer that is laid out as `flat` is, parameter by parameter."""
         ...
 
     def load(self, directory: Path) -> None:
@@ -210,31 +215,51 @@ class TrainingEngine(ScoringEngine):
         self.model.save(target)
 
     def begin_checkpoint(self, directory: Path) -> None:
-        """Write the model; the optimizer is part of `state`."""
+        """Write the model and the optimizer's moments: a run may go on with another device, or on ranks."""
         self.save(str(directory))
+        save_moments(directory, self.moments())
 
     def load_checkpoint(self, directory: Path, state: dict[str, Any]) -> None:
-        if "optimizer" not in state:
-            raise ArealError(
-                f"{directory} was written by ranks and has their optimizer; set actor.backend to fsdp:d1 to go on in "
-                "one process, or choose another trial_name to start over"
-            )
+        """Take the model and the optimizer of a checkpoint, whether one process or ranks have written it."""
         self.model.load(directory)
-        self.load_state(state)
+        self.version, self._steps = state["version"], state["steps"]
+        if "optimizer" in state:  # from before moments had names
+            self._optimizer.load_state_dict(state["optimizer"])
+            return
+        self._set_moments(load_moments(directory, self.moments()))
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run needs beyond the model itself, on the host: it may go on with another device."""
-        optimizer = self._optimizer.state_dict()
-        optimizer["state"] = {
-            number: dict(zip(moments, to_host(*moments.values()), strict=True))
-            for number, moments in optimizer["state"].items()
-        }
-        return {"version": self.version, "steps": self._steps, "optimizer": optimizer}
+        return {"version": self.version, "steps": self._steps}
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        self.version = state["version"]
-        self._steps = state["steps"]
-        self._optimizer.load_state_dict(state["optimizer"])
+    def moments(self) -> Moments:
+        """A copy of what the optimizer knows beside the weights, on the host."""
+        steps, buffers = 0, {kind: torch.zeros(self.flat.shape) for kind in KINDS}
+        for span, leaf in self._optimized():
+            if known := self._optimizer.state.get(leaf):  # there is none before the first step
+                steps = int(known["step"])
+                for kind, buffer in buffers.items():
+                    buffer[span] = to_host(known[kind])[0]
+        return Moments(steps, {kind: dict(self.model.named_views(buffer)) for kind, buffer in buffers.items()})
+
+    def _set_moments(self, moments: Moments) -> None:
+        whole = {}
+        for kind, named in moments.named.items():
+            whole[kind] = torch.empty(self.flat.shape)
+            for name, view in self.model.named_views(whole[kind]):
+                view.copy_(named[name])
+        for span, leaf in self._optimized():
+            self._optimizer.state[leaf] = {
+                "step": torch.tensor(float(moments.steps), device=leaf.device),
+                **{kind: values[span].to(leaf.device) for kind, values in whole.items()},
+            }
+
+    def _optimized(self) -> Iterator[tuple[slice, Tensor]]:
+        """The parts of the buffer that the optimizer steps, as it knows them."""
+        at = 0
+        for group in self._optimizer.param_groups:
+            (leaf,) = group["params"]
+            yield slice(at, at + leaf.numel()), leaf
+            at += leaf.numel()
 
     def close(self) -> None:
         """Remove the shared weights; processes that mapped them keep their view."""

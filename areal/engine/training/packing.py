@@ -22,7 +22,7 @@ from areal.engine.model.architecture import Architecture, write_architecture
 from areal.engine.model.decoder import Decoder, parameter_count
 from areal.engine.model.device import CPU, to_device
 from areal.engine.model.published import NamedTensors
-from areal.engine.model.weights import load_weights, named_weights, save_weights
+from areal.engine.model.weights import load_weights, named_views, named_weights, save_weights
 
 HEAD_ELEMENTS = 1 << 24
 """Logits held at once: positions times vocabulary."""
@@ -80,6 +80,9 @@ class PackedDecoder:
 
     def named_weights(self) -> NamedTensors:
         return named_weights(self.decoder)
+
+    def named_views(self, flat: Tensor) -> NamedTensors:
+        return named_views(self.decoder.architecture, flat)
 
     def load(self, directory: Path) -> None:
         load_weights(self.decoder, directory)

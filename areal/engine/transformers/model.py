@@ -115,6 +115,14 @@ class TransformersModel:
         """Every parameter, tied ones once, by its name in the module."""
         return ((name, parameter.detach()) for name, parameter in self.module.named_parameters())
 
+    def named_views(self, flat: Tensor) -> NamedTensors:
+        """A buffer that is laid out as the parameters are, by their names in the module."""
+        names = {parameter: name for name, parameter in self.module.named_parameters()}
+        at = 0
+        for parameter in _in_order(self.module):
+            yield names[parameter], flat[at : at + parameter.numel()].view(parameter.shape)
+            at += parameter.numel()
+
     def linear_weights(self) -> NamedTensors:
         """The matrices of linear layers among them; a tied head goes by the embedding's name and is none."""
         linear = {f"{name}.weight" for name, module in self.module.named_modules() if isinstance(module, nn.Linear)}

@@ -68,6 +68,9 @@ class TransformersTraining:
     def named_weights(self) -> NamedTensors:
         return self.model.named_weights()
 
+    def named_views(self, flat: Tensor) -> NamedTensors:
+        return self.model.named_views(flat)
+
     def load(self, directory: Path) -> None:
         self.model.load(directory)
 

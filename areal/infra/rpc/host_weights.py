@@ -1,4 +1,6 @@
-"""Published weights on a host that does not have the driver's files: fetched from it, once for all engines there.
+"""Published weights on a host that does not have all files: fetched from where they are, once for all engines there.
+
+They are with the driver, or each with the rank that wrote it. What a rank of the same host wrote is copied.
 
 A version goes into one of two directories, by turns, and in place: engines have mapped the files of the version before
 the last, which have the same names and sizes. Beside each directory a note says which shards it has or is getting. So
@@ -8,7 +10,7 @@ Invariants:
 - Whoever writes into a directory holds its lock. The kernel frees the lock of a process that dies, and the next one
   goes on with what that one had fetched.
 - What is noted as whole was written completely. That its bytes are right is for the engine to say, which compares
-  digests before it uses anything; `fetch(distrust=True)` then compares every piece with the driver's.
+  digests before it uses anything; `fetch(distrust=True)` then compares every piece with its source's.
 - All of it happens on an event loop in a thread of its own: that of an engine computes, and turns only between two
   decode steps.
 - A fetch waits for the next piece, not for its end: it may take as long as pieces arrive.
@@ -21,11 +23,12 @@ import os
 import shutil
 import socket
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from areal.api.engine_api import WeightShard, WeightUpdate
 from areal.api.errors import ArealError, WeightMismatch
@@ -49,13 +52,13 @@ class HostWeights:
         self,
         shared: Path,
         own: Path,
-        connect: Callable[[], Awaitable[Channel]],
+        connect: Callable[[str], Awaitable[Channel]],
         on_progress: Callable[[], None] = lambda: None,
     ) -> None:
         """`shared` is the same directory for all engines of the run on this host, `own` that of this one alone.
 
-        `connect` is called in the other thread. `on_progress` is called on the caller's event loop, as often as pieces
-        arrive.
+        `connect` takes a shard's source and is called in the other thread. `on_progress` is called on the caller's
+        event loop, as often as pieces arrive.
         """
         self._places = (shared, own)
         self._connect = connect
@@ -64,7 +67,7 @@ class HostWeights:
 
     async def fetch(self, update: WeightUpdate, *, distrust: bool = False) -> WeightUpdate:
         """The same weights in a directory of this host. `distrust`: what is there has been found to be wrong."""
-        if not update.path or _are_here(update):
+        if not update.path or all(_is_here(update, shard) for shard in update.shards):
             return update
         caller = asyncio.get_running_loop()
 
@@ -95,26 +98,33 @@ class HostWeights:
             slot.begin(update)
             if distrust:
                 slot.doubt()
-            else:
-                for shard in update.shards:
-                    if not slot.has_whole(shard) and other.has_whole(shard):
-                        slot.copy(shard, other)
-                        report()
-            for connection in range(1, MOST_CONNECTIONS + 1):
-                missing = [shard for shard in update.shards if not slot.has_whole(shard)]
-                if not missing:
-                    break
-                try:
-                    await self._fetch_missing(update.version, missing, slot, report)
-                except ChannelClosed:
-                    if connection == MOST_CONNECTIONS:
-                        raise
+            for shard in update.shards:
+                here = Path(update.path) if _is_here(update, shard) else None
+                if here is None and not distrust and other.has_whole(shard):
+                    here = other.directory
+                if here is not None and not slot.has_whole(shard):
+                    slot.copy(shard, here)
+                    report()
+            sources = sorted({shard.source for shard in update.shards})
+            await _together(self._fetch_from(source, update, slot, report) for source in sources)
         return slot.directory
+
+    async def _fetch_from(self, source: str, update: WeightUpdate, slot: "_Slot", report: Callable[[], None]) -> None:
+        """All shards of one source that are missing."""
+        for connection in range(1, MOST_CONNECTIONS + 1):
+            missing = [shard for shard in update.shards if shard.source == source and not slot.has_whole(shard)]
+            if not missing:
+                return
+            try:
+                await self._fetch_missing(update.version, missing, slot, report)
+            except ChannelClosed:
+                if connection == MOST_CONNECTIONS:
+                    raise
 
     async def _fetch_missing(
         self, version: int, missing: list[WeightShard], slot: "_Slot", report: Callable[[], None]
     ) -> None:
-        channel = await self._connect()
+        channel = await self._connect(missing[0].source)
         try:
             await _Fetch(channel, version, missing, slot, report).run()
         finally:
@@ -173,9 +183,9 @@ class _Slot:
     def has_whole(self, shard: WeightShard) -> bool:
         return self.held.get(shard.name) == _Held(shard.digest, True)
 
-    def copy(self, shard: WeightShard, other: "_Slot") -> None:
+    def copy(self, shard: WeightShard, directory: Path) -> None:
         self.note(shard, whole=False)
-        with open(other.directory / shard.name, "rb") as source, open(self.open(shard), "wb") as target:
+        with open(directory / shard.name, "rb") as source, open(self.open(shard), "wb") as target:
             shutil.copyfileobj(source, target, PIECE_BYTES)
         self.note(shard, whole=True)
 
@@ -233,13 +243,9 @@ class _Fetch:
 
     async def run(self) -> None:
         pieces = self._pieces()
-        tasks = [asyncio.ensure_future(self._take(pieces)) for _ in range(IN_FLIGHT)]
         try:
-            await asyncio.gather(*tasks)
+            await _together(self._take(pieces) for _ in range(IN_FLIGHT))
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
             for descriptor in self._descriptors.values():
                 os.close(descriptor)
 
@@ -273,6 +279,17 @@ class _Fetch:
             self._slot.note(shard, whole=False)
             self._descriptors[shard.name] = self._slot.open(shard)
         return self._descriptors[shard.name]
+
+
+async def _together(works: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """All of them, or none any more: when one fails, the others have ended before that is known."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class _NeighbourStuck(Exception):
@@ -329,10 +346,10 @@ def _taken(path: Path) -> "Future[int]":
     return taken
 
 
-def _are_here(update: WeightUpdate) -> bool:
-    """By size only: whoever uses them compares their digests."""
+def _is_here(update: WeightUpdate, shard: WeightShard) -> bool:
+    """By size only: whoever uses it compares its digest."""
     with suppress(OSError):
-        return all((Path(update.path) / shard.name).stat().st_size == shard.size_bytes for shard in update.shards)
+        return (Path(update.path) / shard.name).stat().st_size == shard.size_bytes
     return False
 
 
