@@ -4,6 +4,7 @@ One process writes a safetensors file there, ranks write torch's distributed for
 Both kinds are read by one process and by any number of ranks, each of which reads no more than its own part.
 """
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,7 +68,9 @@ def _read_distributed(place: Path, moments: Moments) -> Moments:
     import torch.distributed.checkpoint as dcp  # takes a second to load
 
     state: dict[str, Any] = {**_keys(moments), _step_key(moments): torch.tensor(0.0)}
-    dcp.load({_PREFIX.rstrip("."): state}, checkpoint_id=place, no_dist=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it runs in one process, which `no_dist` says
+        dcp.load({_PREFIX.rstrip("."): state}, checkpoint_id=place, no_dist=True)
     return Moments(int(state[_step_key(moments)]), moments.named)
 
 
