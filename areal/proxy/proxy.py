@@ -13,10 +13,11 @@ import httpx
 
 from areal.api.engine_api import InferenceEngine
 from areal.config.rollout import GenerationHyperparameters, ProxyLimits
+from areal.infra.app_server import AppServer
 from areal.proxy.app import App
 from areal.proxy.generation import Generation
 from areal.proxy.online import OnlineSessions, SessionRoutes
-from areal.proxy.server import ProxyServer
+from areal.proxy.server import proxy_server
 from areal.proxy.sessions import Session, Sessions
 from areal.proxy.transport import shared_client
 from areal.trajectory.rendering import Renderer
@@ -60,12 +61,12 @@ class Proxy:
         self._public_url = public_url
         routes = SessionRoutes(self.online, self._sessions, limits, self.admin_key, self_reward, public_url)
         self._app = App(self._sessions, self._generation, routes, limits, drop_params).asgi()
-        self._server: ProxyServer | None = None
+        self._server: AppServer | None = None
         self._clients: dict[str, Any] = {}
 
     async def start(self, host: str = "127.0.0.1", port: int = 0, *, exposed: bool = False) -> None:
         """Listen; port 0 = a free one. Hosts beyond loopback need `exposed`."""
-        server = ProxyServer(
+        server = proxy_server(
             self._app,
             host,
             port,

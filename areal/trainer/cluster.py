@@ -4,14 +4,15 @@ Invariant: when a death ends the run, every waiting call raises what died, not t
 """
 
 import asyncio
-import threading
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 from areal.api.errors import ArealError, EngineError
 from areal.config.training import SchedulerConfig
+from areal.infra.loop_thread import LoopThread
 from areal.infra.rpc.channel import ChannelClosed
 from areal.infra.rpc.shipping import Shipper
 from areal.infra.scheduler import Ask
@@ -19,8 +20,6 @@ from areal.trainer.processes import CAUSE_SECONDS, Processes
 from areal.utils.closing import Closing
 
 T = TypeVar("T")
-
-CLOSE_SECONDS = 10.0
 
 
 class Cluster(Closing):
@@ -45,6 +44,10 @@ class Cluster(Closing):
             raise self._loop.run(self._cause(EngineError(str(error)))) from error
         except (ArealError, ExceptionGroup) as error:
             raise self._loop.run(self._cause(error)) from error
+
+    def begin(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run `work` on the event loop, without waiting."""
+        return self._loop.begin(work)
 
     def finish(self, work: Coroutine[Any, Any, T]) -> T:
         """The same for what must be done at the end, also of a run that has failed."""
@@ -79,45 +82,3 @@ class Cluster(Closing):
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._failed.wait(), CAUSE_SECONDS)
         return self._failure or error
-
-
-class LoopThread:
-    """An event loop in a thread of its own, for synchronous code that owns asynchronous parts."""
-
-    def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._main, name="areal event loop", daemon=True)
-        self._thread.start()
-
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run `work` there and wait for it here; an interrupted wait cancels it."""
-        future = asyncio.run_coroutine_threadsafe(work, self.loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
-
-    def call(self, function: Callable[..., Any], *args: Any) -> None:
-        """Call `function` there soon, without waiting; safe in a signal handler."""
-        self.loop.call_soon_threadsafe(function, *args)
-
-    def close(self) -> None:
-        """Cancel what is left and end the thread."""
-        if self.loop.is_closed():
-            return
-        asyncio.run_coroutine_threadsafe(self._cancel_all(), self.loop).result(CLOSE_SECONDS)
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(CLOSE_SECONDS)
-
-    def _main(self) -> None:
-        asyncio.set_event_loop(self.loop)
-        self.loop.run_forever()
-        self.loop.run_until_complete(self.loop.shutdown_asyncgens())
-        self.loop.close()
-
-    async def _cancel_all(self) -> None:
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
