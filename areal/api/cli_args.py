@@ -7,6 +7,7 @@ from areal.config.rollout import AgentConfig, GenerationHyperparameters, ProxyCo
 from areal.config.training import (
     ActorConfig,
     EvaluatorConfig,
+    MetricsConfig,
     OptimizerConfig,
     RecoverConfig,
     ReferenceConfig,
@@ -23,6 +24,7 @@ __all__ = [
     "ExperimentConfig",
     "GRPOConfig",
     "GenerationHyperparameters",
+    "MetricsConfig",
     "OptimizerConfig",
     "PPOConfig",
     "ProxyConfig",

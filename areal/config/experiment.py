@@ -10,6 +10,7 @@ from areal.config.rollout import GenerationHyperparameters, ProxyConfig, Rollout
 from areal.config.training import (
     ActorConfig,
     EvaluatorConfig,
+    MetricsConfig,
     OptimizerConfig,
     RecoverConfig,
     ReferenceConfig,
@@ -71,6 +72,8 @@ class ExperimentConfig:
     """Whether to resume."""
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     """Where processes run."""
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    """What is shown to Prometheus."""
 
     def __post_init__(self) -> None:
         for name in ("experiment_name", "trial_name"):

@@ -169,6 +169,24 @@ class SaverConfig:
 
 
 @dataclass
+class MetricsConfig:
+    """What the driver shows to Prometheus while it runs: docs/deployment.md."""
+
+    port: int | None = None
+    """GET /metrics is answered there; 0 = a free port, which is printed; None = nothing listens."""
+    host: str = "127.0.0.1"
+    """Address that it listens on; 0.0.0.0 = every one of the driver's machine. Beyond loopback everybody who reaches it
+    can read it, the names of the run and of the model included."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.port is None or 0 <= self.port < 65536,
+            f"port must lie in [0, 65535], got {self.port}; use 0 for a free one, or null for none",
+        )
+        require(self.host != "", "host must be an address, got none; use 127.0.0.1 for this machine alone")
+
+
+@dataclass
 class RecoverConfig:
     """What happens to a run that exists."""
 

@@ -68,6 +68,16 @@ class Pipeline:
         return self._ready.rejections
 
     @property
+    def sampled_tokens(self) -> int:
+        """Of all episodes that ended and were not rejected for themselves, trained on or not."""
+        return self._ready.sampled_tokens
+
+    @property
+    def evaluating(self) -> int:
+        """Evaluation episodes running."""
+        return self._evaluating
+
+    @property
     def stalls(self) -> StallLog:
         """What blocked the workers' event loops."""
         return self._dispatch.stalls
@@ -202,6 +212,7 @@ class ReadyGroups:
         self._admission = admission
         self._keep = keep
         self._max_idle_rejections = max_idle_rejections
+        self.sampled_tokens = 0
         self._groups: list[GroupResult] = []
         self._rejected_ids: list[int] = []
 
@@ -210,6 +221,7 @@ class ReadyGroups:
 
     def receive(self, result: GroupResult) -> None:
         """Keep a group that has ended, or reject it. Raises NothingAccepted when rejections are all there is."""
+        self.sampled_tokens += sum(episode.trained_tokens for episode in result.episodes)
         for rejection in result.rejections:
             self.rejections.add(rejection)
         why = self._reason_to_reject(result)

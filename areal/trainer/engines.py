@@ -7,6 +7,7 @@ rollout workers are told of every change, and send requests to those that serve 
 
 import asyncio
 import os
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -76,6 +77,12 @@ class Engines:
         self._on_change = on_change
         self._weights: WeightUpdate | None = None
         """What an engine must have before it serves; None = those of its model's files."""
+        self.published = 0
+        """Versions that all engines have been given."""
+        self.staging_seconds = 0.0
+        """Of all of them: until the engines had checked the new weights, while they generated."""
+        self.swapping_seconds = 0.0
+        """Until they used them."""
         self._ending: set[asyncio.Task[None]] = set()
         self._closed = False
         self.state_entered = asyncio.Event()
@@ -117,8 +124,13 @@ class Engines:
     async def publish(self, update: WeightUpdate) -> None:
         """Give all of them new weights; waits for an engine if there is none."""
         self._weights = update
+        began = time.monotonic()
         await self.group.stage_weights(update)
+        staged = time.monotonic()
         await self.group.update_weights(update)
+        self.published += 1
+        self.staging_seconds += staged - began
+        self.swapping_seconds += time.monotonic() - staged
 
     async def activity(self) -> list[tuple[float, float]]:
         """When any engine was generating, as (start, end), in order and without overlaps."""

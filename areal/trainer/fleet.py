@@ -7,12 +7,14 @@ cluster (`cluster.py`), in a thread of its own. `processes.py` starts processes 
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from areal.api.engine_api import WeightUpdate
+from areal.api.errors import RejectReason
 from areal.api.messages import WORKER_ROLE, EngineAddress, GroupResult, WorkerSetup
 from areal.config.experiment import PPOConfig
 from areal.engine.models import max_positions, vocab_size
@@ -21,7 +23,7 @@ from areal.rollout.admission import Admission
 from areal.rollout.loading import WorkflowSpec
 from areal.rollout.pipeline import Filter, Pipeline, Rejections, TaskStream
 from areal.trainer.cluster import Cluster
-from areal.trainer.engines import Engines, engine_asks
+from areal.trainer.engines import Engines, EngineState, engine_asks
 from areal.trainer.processes import ask
 from areal.trainer.ranks import rank_asks
 from areal.trainer.workers import RemoteWorker, worker_ask
@@ -46,6 +48,26 @@ def all_asks(config: PPOConfig) -> list[Ask]:
     return [*trainer, *engine_asks(config.rollout), *(worker_ask(index) for index in range(workers))]
 
 
+@dataclass
+class FleetStatus:
+    """What a fleet is doing, and what it has done so far."""
+
+    engines: dict[str, int]
+    """By state."""
+    workers: dict[str, int]
+    """Those that are present, and those that are being started again."""
+    weight_updates: int
+    staging_seconds: float
+    swapping_seconds: float
+    version: int | None = None
+    """Of the weights that were published last; None = episodes have not begun."""
+    episodes: dict[str, int] = field(default_factory=dict)
+    """Running, ready to be trained, or of an evaluation."""
+    rejected: dict[str, dict[RejectReason, int]] = field(default_factory=dict)
+    """By purpose and reason."""
+    sampled_tokens: int = 0
+
+
 class Fleet(Closing):
     def __init__(
         self,
@@ -64,16 +86,16 @@ class Fleet(Closing):
         `cluster`: one that others use too, with places reserved for `all_asks`; None = one of its own.
         """
         self._config = config
-        self._cluster = cluster or Cluster(config.scheduler, logs, [model, tokenizer])
+        self.cluster = cluster or Cluster(config.scheduler, logs, [model, tokenizer])
         self._owns_cluster = cluster is None
-        self._processes = self._cluster.processes
+        self._processes = self.cluster.processes
         self._pipeline: Pipeline | None = None
         self._workers: list[RemoteWorker] = []
         self._local: RolloutWorker | None = None
         """The worker that runs inside the driver, if there is one."""
         self._following: set[asyncio.Task[None]] = set()
         self._engines: Engines | None = None
-        self._cluster.when_failed(self._give_up)
+        self.cluster.when_failed(self._give_up)
         try:
             self._engines = Engines.of(
                 config.rollout, model, self._processes, self._tell_workers, threads=engine_threads
@@ -92,7 +114,7 @@ class Fleet(Closing):
                 seed=config.seed,
                 vocab_size=vocab_size(model),
             )
-            self._cluster.wait(self._start(setup, self._engines))
+            self.cluster.wait(self._start(setup, self._engines))
         except BaseException:
             self.close()
             raise
@@ -112,12 +134,12 @@ class Fleet(Closing):
                 group_seconds=rollout.rounds * (rollout.agent.timeout_seconds + GROUP_GRACE_SECONDS),
             )
 
-        self._pipeline = self._cluster.wait(make())
-        self._cluster.when_failed(self._pipeline.fail)
+        self._pipeline = self.cluster.wait(make())
+        self.cluster.when_failed(self._pipeline.fail)
 
     def take(self, count: int) -> list[GroupResult]:
         """The next `count` finished groups; waits for them."""
-        return self._cluster.wait(self._running.take(count))
+        return self.cluster.wait(self._running.take(count))
 
     def pop_rejected(self) -> list[int]:
         """Numbers of the tasks that were rejected since the last call."""
@@ -125,21 +147,21 @@ class Fleet(Closing):
         async def pop() -> list[int]:
             return self._running.pop_rejected()
 
-        return self._cluster.wait(pop())
+        return self.cluster.wait(pop())
 
     def evaluate(self, tasks: Sequence[dict[str, Any]], *, greedy: bool) -> list[GroupResult]:
         max_running = self._config.rollout.max_concurrent_rollouts
-        return self._cluster.wait(self._running.evaluate(tasks, greedy=greedy, max_running=max_running))
+        return self.cluster.wait(self._running.evaluate(tasks, greedy=greedy, max_running=max_running))
 
     def publish(self, update: WeightUpdate) -> None:
         """Give the engines new weights, then let admission know."""
 
         async def publish() -> None:
-            self._cluster.shipper.published = update
+            self.cluster.shipper.published = update
             await self._started_engines.publish(update)
             self._running.publish(update.version, update.digest)
 
-        self._cluster.wait(publish())
+        self.cluster.wait(publish())
 
     @property
     def shared_memory(self) -> Path:
@@ -155,34 +177,59 @@ class Fleet(Closing):
         """What blocked the rollout workers' event loops, a sentence per line of code."""
         return self._running.stalls.summary()
 
+    def status(self) -> FleetStatus:
+        """Call it on the event loop."""
+        engines = self._started_engines
+        states = Counter(member.state for member in engines.members)
+        present = sum(worker.present for worker in self._workers) if self._local is None else 1
+        status = FleetStatus(
+            {state.value: states[state] for state in EngineState},
+            {"present": present, "absent": max(0, len(self._workers) - present)},
+            engines.published,
+            engines.staging_seconds,
+            engines.swapping_seconds,
+        )
+        if (pipeline := self._pipeline) is not None:
+            samples, admission = self._config.gconfig.n_samples, pipeline.admission
+            status.version = admission.version
+            status.episodes = {
+                "running": admission.running * samples,
+                "ready": admission.ready * samples,
+                "evaluating": pipeline.evaluating,
+            }
+            counted = {"training": pipeline.rejections, "evaluation": pipeline.evaluation_rejections}
+            status.rejected = {purpose: dict(rejections.counts) for purpose, rejections in counted.items()}
+            status.sampled_tokens = pipeline.sampled_tokens
+        return status
+
     def cpu_seconds(self) -> dict[str, float]:
         """Processor time of every process so far."""
-        return self._cluster.wait(self._processes.cpu_seconds())
+        return self.cluster.wait(self._processes.cpu_seconds())
 
     def engine_activity(self) -> list[tuple[float, float]]:
         """When an engine was generating, as (start, end)."""
-        return self._cluster.wait(self._started_engines.activity())
+        return self.cluster.wait(self._started_engines.activity())
 
     def engine_pauses(self) -> list[float]:
         """For how long each published version held up generation."""
-        return self._cluster.wait(self._started_engines.pauses())
+        return self.cluster.wait(self._started_engines.pauses())
 
     def fail(self, error: Exception) -> None:
         """Make every waiting call raise this error. Call it on the event loop."""
-        self._cluster.fail(error)
+        self.cluster.fail(error)
 
     def call_soon(self, function: Callable[[], None]) -> None:
         """Call `function` on the event loop, without waiting; safe in a signal handler."""
-        self._cluster.call_soon(function)
+        self.cluster.call_soon(function)
 
     def close(self) -> None:
         try:
             if self._pipeline is not None:
-                self._cluster.finish(self._pipeline.aclose())
+                self.cluster.finish(self._pipeline.aclose())
         finally:
-            self._cluster.finish(self._close())
+            self.cluster.finish(self._close())
             if self._owns_cluster:
-                self._cluster.close()
+                self.cluster.close()
 
     def _give_up(self, error: Exception) -> None:
         if self._engines is not None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -27,6 +27,9 @@ from areal.trainer.run_directory import RunDirectory, write_atomically
 from areal.utils.closing import Closing
 from areal.utils.logging import getLogger
 from areal.utils.stats_tracker import DROPPED, MAX_NAME_CHARACTERS, MAX_NAMES
+
+if TYPE_CHECKING:  # loaded by runs that need it
+    from areal.trainer.exporter import Exporter
 
 BEFORE, DURING, AFTER = "before", "during", "after"
 """When an evaluation is made: before the first step, between two, after the last."""
@@ -53,7 +56,14 @@ class Account:
 
 
 class Journal(Closing):
-    def __init__(self, directory: RunDirectory, total_steps: int, first_step: int, account: Account) -> None:
+    def __init__(
+        self,
+        directory: RunDirectory,
+        total_steps: int,
+        first_step: int,
+        account: Account,
+        exporter: "Exporter | None" = None,
+    ) -> None:
         """`first_step` steps have been taken; anything later in the logs is dropped, because it will be redone."""
         self._directory = directory
         self._total_steps = total_steps
@@ -65,7 +75,7 @@ class Journal(Closing):
         self.progress = self._stack.enter_context(Progress(total_steps, first_step))
         # Rows of step 0 are kept if what they tell of is known; otherwise it will be measured again.
         kept = first_step + 1 if first_step or self._evaluations else 0
-        self._metrics = self._stack.enter_context(MetricsLog(directory.path, kept))
+        self._metrics = self._stack.enter_context(MetricsLog(directory.path, kept, exporter))
         self._rollouts = self._stack.enter_context(RolloutLog(directory.path, first_step + 1))
         self._recorded = _Recorded({name for row in read_metrics(directory.path) for name in row})
 

@@ -1,6 +1,6 @@
 """What a run writes down as it goes, a JSON object per line:
 
-- `MetricsLog`: the figures of each step, in RUN/metrics.jsonl and for TensorBoard in RUN/tensorboard/.
+- `MetricsLog`: the figures of each step, in RUN/metrics.jsonl, for TensorBoard in RUN/tensorboard/, and for /metrics.
 - `RolloutLog`: every episode that was trained on, in RUN/rollouts.jsonl.
 
 Every line names its step, so that a resumed run drops the steps it is about to take again and continues the file.
@@ -11,13 +11,16 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
 from areal.api.messages import Episode
 from areal.utils.closing import Closing
 from areal.utils.logging import getLogger
+
+if TYPE_CHECKING:  # it loads what answers HTTP requests, which few runs need
+    from areal.trainer.exporter import Exporter
 
 METRICS_FILE = "metrics.jsonl"
 ROLLOUTS_FILE = "rollouts.jsonl"
@@ -26,13 +29,14 @@ logger = getLogger("trainer")
 
 
 class MetricsLog(Closing):
-    def __init__(self, run_dir: str | Path, start_step: int = 0) -> None:
+    def __init__(self, run_dir: str | Path, start_step: int = 0, exporter: "Exporter | None" = None) -> None:
         """`start_step` is the first step that will be written; existing rows of it and of later steps are dropped."""
         # Imported here because it takes a tenth of a second and only a run that is being trained needs it.
         from tensorboardX import SummaryWriter
 
         self._lines = _StepLines(Path(run_dir) / METRICS_FILE, start_step)
         self._board: Any = SummaryWriter(str(Path(run_dir) / "tensorboard"), purge_step=start_step or None)
+        self._exporter = exporter
 
     def write(self, step: int, values: Mapping[str, float | None]) -> None:
         """Add a row. A value that is not finite becomes null in the file: JSON cannot express it."""
@@ -41,6 +45,8 @@ class MetricsLog(Closing):
         for name, value in finite.items():
             if value is not None:
                 self._board.add_scalar(name, value, step)
+        if self._exporter is not None:
+            self._exporter.step(step, values)
 
     def close(self) -> None:
         self._lines.close()

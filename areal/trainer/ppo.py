@@ -84,7 +84,7 @@ class PPOTrainer(Trainer):
         with self._open_run(self._total_steps * config.actor.ppo_n_minibatches) as parts:
             account, step = Account(**parts.state.get("account", {})), parts.state["step"]
             update = self._policy_update(parts, account)
-            with Journal(parts.directory, parts.total_steps, step, account) as journal:
+            with Journal(parts.directory, parts.total_steps, step, account, parts.exporter) as journal:
                 journal.progress.say(f"{display.hello(parts.directory.path, step)}\n{threads.reason}")
                 with journal.progress.spinner("starting the engine and the rollout workers"):
                     fleet = Fleet(
@@ -97,7 +97,7 @@ class PPOTrainer(Trainer):
                         engine_threads=threads.engine,
                         cluster=parts.cluster,
                     )
-                with fleet:
+                with fleet, parts.showing(fleet):
                     return _PPORun(plan, parts, update, journal, fleet).execute()
 
     def _fingerprint(self) -> dict[str, Any]:
@@ -168,12 +168,13 @@ class _PPORun(TrainingRun):
             taken = time.monotonic()
             version = self._engine.version
             policy = self._update.step(groups)
-            self._training.append((taken, time.monotonic()))
+            trained = time.monotonic()
+            self._training.append((taken, trained))
             self._settle(groups)
             try:
                 self._fleet.publish(self._engine.publish())
             finally:  # what a checkpoint counts is written down, even if the engine never got these weights
-                self._record(groups, {**step_figures(groups, version, policy), "wait_seconds": taken - began}, began)
+                self._record(groups, step_figures(groups, version, policy), began, taken, trained)
             if self._due(self._saver.freq_steps):
                 self._save()
             if self._due(self._config.evaluator.freq_steps):
@@ -205,10 +206,18 @@ class _PPORun(TrainingRun):
         for task_id in (*(group.task_id for group in groups), *self._fleet.pop_rejected()):
             self._settled.add(task_id)
 
-    def _record(self, groups: list[GroupResult], figures: dict[str, float], began: float) -> None:
+    def _record(
+        self, groups: list[GroupResult], figures: dict[str, float], began: float, taken: float, trained: float
+    ) -> None:
         counts = self._fleet.rejections.counts
         rejected = {f"rejected/{reason}": float(count) for reason, count in counts.items()}
-        seconds = {"step_seconds": time.monotonic() - began}
+        now = time.monotonic()
+        seconds = {
+            "step_seconds": now - began,
+            "wait_seconds": taken - began,
+            "train_seconds": trained - taken,
+            "publish_seconds": now - trained,
+        }
         self._journal.step(self._step, groups, {**seconds, "rejected": float(counts.total()), **rejected, **figures})
 
     def _evaluate_both(self, when: str) -> None:

@@ -12,6 +12,7 @@ import os
 import secrets
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -86,6 +87,9 @@ class Processes:
         self._asks: dict[str, Ask] = {}
         """By the name of the process."""
         self._budgets: dict[str, RestartBudget] = {}
+        self.deaths: Counter[str] = Counter()
+        """By role: processes that ended although nobody had asked them to."""
+        self.restarts: Counter[str] = Counter()
         self._keeping: list[asyncio.Task[None]] = []
         self._channels: dict[str, Channel] = {}
         self._cpu_seconds: dict[str, float] = {}
@@ -157,12 +161,15 @@ class Processes:
         self._channels[name] = channel
         self._started_with[name] = self._cpu_seconds.setdefault(name, 0.0)
 
-    async def cpu_seconds(self) -> dict[str, float]:
-        """What a process used before it died is known as of the last call."""
-        for name, channel in sorted(self._channels.items()):
+    async def cpu_seconds(self, timeout_seconds: float = ASK_SECONDS) -> dict[str, float]:
+        """What a process used before it died, or before it stopped to answer, is known as of the last call."""
+
+        async def ask(name: str, channel: Channel) -> None:
+            since = self._started_with[name]
             with suppress(ChannelClosed, TimeoutError):
-                since = self._started_with[name]
-                self._cpu_seconds[name] = since + await channel.call("cpu_seconds", timeout_seconds=ASK_SECONDS)
+                self._cpu_seconds[name] = since + await channel.call("cpu_seconds", timeout_seconds=timeout_seconds)
+
+        await asyncio.gather(*(ask(name, channel) for name, channel in self._channels.items()))
         return {"driver": time.process_time(), **self._cpu_seconds}
 
     async def close(self) -> None:
@@ -180,11 +187,12 @@ class Processes:
                 placement = await place.start()
                 await _join(place, placement)
             except ProcessDied as died:
+                self.deaths[place.role] += 1
                 if placement is not None:  # otherwise it was its keeper that died
                     place.leave()
                     if (placement.returncode or 0) >= 0:
                         raise
-                if not self._budgets[place.role].spend():
+                if not self._may_restart(place):
                     raise
                 logger.warning("%s; it is started again", died)
             else:
@@ -197,8 +205,9 @@ class Processes:
             if not died:
                 await placement.wait()
                 died = placement.describe_exit()
+                self.deaths[place.role] += 1
                 place.leave()
-            if not self._budgets[place.role].spend():
+            if not self._may_restart(place):
                 self._end(place, died, placement)
                 return
             logger.warning("%s; it is started again, and what it was doing is done again", died)
@@ -214,6 +223,12 @@ class Processes:
                 if placement.returncode is None:
                     self._on_failure(error)
                     return
+
+    def _may_restart(self, place: ProcessPlace) -> bool:
+        """Whether the budget of its role allows one more; it then counts."""
+        allowed = self._budgets[place.role].spend()
+        self.restarts[place.role] += allowed
+        return allowed
 
     def _fail_with(self, keeping: "asyncio.Task[None]") -> None:
         """A place that nobody keeps filled would be waited for without end."""

@@ -9,14 +9,15 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from areal.api.errors import RanksLost, RunExists
+from areal.api.messages import RANK_ROLE
 from areal.config.errors import require
 from areal.config.experiment import ExperimentConfig
 from areal.engine.model.device import find_device
@@ -34,6 +35,10 @@ from areal.trainer.run_directory import RunDirectory, explained_storage_errors
 from areal.trainer.tasks import digest_of_tasks
 from areal.utils.closing import Closing
 from areal.utils.hf_utils import load_hf_tokenizer
+
+if TYPE_CHECKING:
+    from areal.trainer.exporter import Exporter
+    from areal.trainer.fleet import Fleet
 
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -60,6 +65,12 @@ class RunParts:
     """The settings that a checkpoint keeps, to be compared when it is resumed."""
     cluster: Cluster | None = None
     """The processes of the run, if ranks are among them."""
+    exporter: "Exporter | None" = None
+    """What shows the run to Prometheus, if metrics.port is set."""
+
+    def showing(self, fleet: "Fleet") -> AbstractContextManager[None]:
+        """Show what the fleet does, until the end of the block, if anything is shown."""
+        return nullcontext() if self.exporter is None else self.exporter.watching(fleet.cluster, fleet)
 
 
 class Trainer(Closing):
@@ -81,9 +92,14 @@ class Trainer(Closing):
         own = config.tokenizer_path in ("", config.actor.path)
         self._tokenizer_dir = self._model if own else find_model(config.tokenizer_path)
         self._directory: RunDirectory | None = None
+        self._exporter: Exporter | None = None
+        """It stays when ranks are lost and the run goes on."""
 
     def close(self) -> None:
         """Let another process have the run's directory."""
+        if self._exporter is not None:
+            self._exporter.close()
+            self._exporter = None
         if self._directory is not None:
             self._directory.close()
             self._directory = None
@@ -92,6 +108,11 @@ class Trainer(Closing):
     def _open_run(self, optimizer_steps: int) -> Iterator[RunParts]:
         """Take the directory and load the newest checkpoint; `optimizer_steps` are those of the whole run."""
         directory = self._directory = self._directory or RunDirectory.open(self.config)
+        if self.config.metrics.port is not None and self._exporter is None:
+            from areal.trainer.exporter import Exporter  # it loads what answers HTTP requests
+
+            self._exporter = Exporter(self.config, directory, self._total_steps)
+            display.say(f"metrics for Prometheus at {self._exporter.url}")
         with ExitStack() as stack:
             cluster = stack.enter_context(self._open_cluster(directory.logs)) if self.config.actor.backend else None
             stack.enter_context(explained_storage_errors(directory.path))
@@ -105,7 +126,14 @@ class Trainer(Closing):
                 _refuse_changes(directory.path, state.get("fingerprint", {}), fingerprint)
             directory.write_config(self.config)
             tokenizer = load_hf_tokenizer(self._tokenizer_dir)
-            yield RunParts(directory, engine, tokenizer, self._total_steps, state, fingerprint, cluster)
+            parts = RunParts(
+                directory, engine, tokenizer, self._total_steps, state, fingerprint, cluster, self._exporter
+            )
+            if parts.exporter is not None:
+                parts.exporter.begin(state["step"])
+                if cluster is not None:
+                    stack.enter_context(parts.exporter.watching(cluster))
+            yield parts
 
     def _fingerprint(self) -> dict[str, Any]:
         """What fixes the tasks of each step; a resumed run must have the same."""
@@ -146,6 +174,8 @@ class Trainer(Closing):
                 if not budget.spend():
                     raise
                 display.say(f"{lost}; the run goes on from its newest checkpoint")
+                if self._exporter is not None:
+                    self._exporter.restarted(RANK_ROLE)
 
     def _open_engine(self, model: Path, optimizer_steps: int, checkpointing: bool) -> TrainingEngine:
         return TrainingEngine(

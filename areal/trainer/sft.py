@@ -4,6 +4,7 @@ A task is a conversation (`messages`, optionally `tools`) whose assistant turns 
 question and has an `answer` gets the answer as its last turn.
 """
 
+import time
 from itertools import islice
 from typing import Any
 
@@ -38,7 +39,10 @@ class SFTTrainer(Trainer):
     def _attempt(self) -> TrainResult:
         with self._open_run(optimizer_steps=self._total_steps) as parts:
             step = parts.state["step"]
-            with Progress(parts.total_steps, step) as progress, MetricsLog(parts.directory.path, step + 1) as metrics:
+            with (
+                Progress(parts.total_steps, step) as progress,
+                MetricsLog(parts.directory.path, step + 1, parts.exporter) as metrics,
+            ):
                 progress.say(display.hello(parts.directory.path, step))
                 return _SFTRun(self.config, parts, progress, metrics, self._tasks).execute()
 
@@ -63,6 +67,7 @@ class _SFTRun(TrainingRun):
     def _train(self) -> None:
         while self._step < self._total_steps:
             batch = [(task["messages"], task["tools"]) for _, task in islice(self._examples, self._batch_size)]
+            began = time.monotonic()
             figures = guarded_update(
                 self._engine,
                 supervised_batch(batch, self._tokenizer),
@@ -74,7 +79,7 @@ class _SFTRun(TrainingRun):
             )
             self._step += 1
             self._loss = figures.get("loss", self._loss)
-            self._metrics.write(self._step, figures)
+            self._metrics.write(self._step, {**figures, "train_seconds": time.monotonic() - began})
             self._progress.update(self._step, {"nll": self._loss})
             if self._due(self._saver.freq_steps):
                 self._save()
