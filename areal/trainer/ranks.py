@@ -23,6 +23,7 @@ from areal.config.parallel import Ranks
 from areal.config.training import ActorConfig
 from areal.engine.model.published import whole_digest
 from areal.engine.sharded.messages import RankSetup, Share, rank_wire
+from areal.engine.sharded.trainable import require_trainable
 from areal.engine.training.engine import Loss, TokenBatch, learning_rate
 from areal.engine.training.figures import Figures
 from areal.infra.rpc.channel import Channel, ChannelClosed
@@ -135,6 +136,7 @@ class RankedEngine:
         threads: int,
     ) -> None:
         """Start the ranks and read the model; places for `rank_asks` are reserved."""
+        require_trainable(model, Ranks.parse(actor.backend))
         self.version = 0
         self._cluster = cluster
         self._actor = actor

@@ -57,6 +57,26 @@ def write_llava(directory: Path) -> Path:
     return directory
 
 
+def write_experts(directory: Path, family: str) -> Path:
+    """Files have each expert's matrices apart, transformers' modules those of a layer in one tensor."""
+    import transformers
+
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=24,
+        moe_intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=512,
+    )
+    return _write(directory, getattr(transformers, f"{family}ForCausalLM"), config)
+
+
 WRITERS = {"gpt2": write_gpt2, "gemma2": write_gemma2, "llava": write_llava}
 
 

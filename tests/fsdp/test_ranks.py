@@ -139,6 +139,13 @@ def test_layers_that_are_computed_again_give_the_same_gradient(model: Path, tmp_
             assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
 
 
+def test_error_of_one_rank_ends_the_call_of_all(model: Path, tmp_path: Path) -> None:
+    batch = random_batch(0)
+    batch.spans[0].images = (b"",)  # in the share of one rank; the other waits for it
+    with opened_ranks(model, "fsdp:d2", tmp_path) as ranks, pytest.raises(ModelError, match="ranks train on text only"):
+        ranks.train_batch(batch, mean_nll, 0)
+
+
 def test_offload_needs_something_to_offload_from(model: Path, tmp_path: Path) -> None:
     with (
         pytest.raises(ModelError, match="this rank has no GPU; leave it out"),

@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
@@ -26,7 +25,7 @@ class ModelFiles:
 
     def __init__(self, model: ShardedModel) -> None:
         self._model = model
-        shapes = [(name, torch.empty(shape, device="meta")) for name, shape in model.shapes()]
+        shapes = model.shapes()
         total = sum(tensor.numel() * tensor.element_size() for _, tensor in shapes)
         ranks = dist.get_world_size()
         self.parts = cut(shapes, max(1, min(SHARD_BYTES, math.ceil(total / ranks))))

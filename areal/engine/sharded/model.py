@@ -23,8 +23,10 @@ from torch.utils.checkpoint import checkpoint
 from areal.api.errors import ModelError
 from areal.config.parallel import Ranks
 from areal.engine.sharded.attention import PACKED_ATTENTION, packed_inputs, register_packed_attention
+from areal.engine.sharded.trainable import has_experts, language_model_class, require_trainable
 from areal.engine.training.packing import HEAD_ELEMENTS, Pack, Span, pack, token_logprobs
-from areal.engine.transformers.model import no_progress_bars, read_config
+from areal.engine.transformers.file_layout import FileLayout
+from areal.engine.transformers.model import no_progress_bars
 from areal.utils.shorten import first_line
 
 
@@ -45,10 +47,14 @@ class ShardedModel:
             raise ModelError(
                 "actor.offload keeps a GPU's parameters in host memory, and this rank has no GPU; leave it out"
             )
+        require_trainable(directory, ranks)
         register_packed_attention()
         self.device = device
+        self._autocast = dtype == "bfloat16" and ranks.data == 1
+        """FSDP computes in bfloat16 by itself, and there is none."""
         self.module = _open(directory, ranks, device, mixed=dtype == "bfloat16", offload=offload).eval()
         self.module.requires_grad_(trainable)
+        self._layout = FileLayout(self.module)
         # FSDP's hooks are those of the module's call, so what it computes when it is called must be all of a pass.
         self.module.forward = MethodType(_logprobs, self.module)
         if gradient_checkpointing:
@@ -66,7 +72,8 @@ class ShardedModel:
 
     def logprobs(self, part: Pack, temperatures: Tensor) -> Tensor:
         """Log-probability of each asked token of a pass, in its order; differentiable."""
-        found: Tensor = self.module(part, temperatures)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self._autocast):
+            found: Tensor = self.module(part, temperatures)
         return found
 
     def reshard(self) -> None:
@@ -76,14 +83,15 @@ class ShardedModel:
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def shapes(self) -> list[tuple[str, torch.Size]]:
-        """Of every parameter, whole, in the order of `named_weights`."""
-        return [(name, parameter.shape) for name, parameter in self.module.named_parameters()]
+    def shapes(self) -> list[tuple[str, Tensor]]:
+        """What `named_weights` yields, in its order, without values."""
+        parameters = self.module.named_parameters()
+        return [part for name, parameter in parameters for part in self._layout.shapes(name, parameter.shape)]
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter once, whole, by its name in the module. Each is gathered when its turn comes."""
+        """Every tensor of the model's files, whole. Parameters are gathered one at a time, when their turn comes."""
         for name, parameter in self.module.named_parameters():
-            yield name, whole(parameter.detach())
+            yield from self._layout.parts(name, whole(parameter.detach()))
 
 
 def _logprobs(module: Any, part: Pack, temperatures: Tensor) -> Tensor:
@@ -124,7 +132,13 @@ def _open(directory: Path, ranks: Ranks, device: torch.device, *, mixed: bool, o
     from transformers.distributed import DistributedConfig
 
     spread = DistributedConfig(
-        tp_size=ranks.tensor, fsdp_size=ranks.data, fsdp_mixed_precision=mixed, fsdp_cpu_offload=offload
+        tp_size=ranks.tensor,
+        # Whole experts go to tensor-parallel ranks. Slices of each would be interleaved, which checkpoints cannot hold.
+        ep_size=ranks.tensor if has_experts(directory) else 1,
+        ep_implementation="all_reduce",
+        fsdp_size=ranks.data,
+        fsdp_mixed_precision=mixed,
+        fsdp_cpu_offload=offload,
     )
     try:
         with no_progress_bars():
@@ -148,12 +162,7 @@ def _class_for(directory: Path) -> Any:
     Otherwise they are sharded apart and share their parts only where these need no padding: where the vocabulary is not
     a multiple of the ranks, one of the two would never see an optimizer step.
     """
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    config = read_config(directory)
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ModelError(f"ranks train language models, got a {config.model_type}; leave actor.backend unset for it")
-    base: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    base: Any = language_model_class(directory)
 
     class Tied(base):
         @classmethod

@@ -9,7 +9,7 @@ Shapes: B sequences, L positions, C columns whose logits are wanted, V vocabular
 
 import inspect
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from areal.api.errors import ModelError, RequestError
 from areal.api.messages import Array
 from areal.engine.model.device import CPU, to_device
 from areal.engine.model.published import NamedTensors
+from areal.engine.transformers.file_layout import FileLayout
 from areal.engine.transformers.images import ImageInputs, Images
 from areal.utils.shorten import first_line
 
@@ -51,6 +52,7 @@ class TransformersModel:
         """Matrices come before everything else; `matrices` is how many values they have."""
         self.flat_grad = torch.zeros_like(self.flat) if trainable else None
         self._attach_gradients()
+        self._layout = FileLayout(self.module)
         self._parameters = inspect.signature(self.module.forward).parameters
         placeholders = _placeholders_of(config)
         self._placeholders = torch.tensor(sorted(placeholders), dtype=torch.long)
@@ -112,8 +114,8 @@ class TransformersModel:
         return int(places[-1]) + 1 if len(places) else 0
 
     def named_weights(self) -> NamedTensors:
-        """Every parameter, tied ones once, by its name in the module."""
-        return ((name, parameter.detach()) for name, parameter in self.module.named_parameters())
+        """Every tensor of the model's files; they are the parameters, tied ones once, or views of them."""
+        return self._named(lambda name: True)
 
     def named_views(self, flat: Tensor) -> NamedTensors:
         """A buffer that is laid out as the parameters are, by their names in the module."""
@@ -126,7 +128,7 @@ class TransformersModel:
     def linear_weights(self) -> NamedTensors:
         """The matrices of linear layers among them; a tied head goes by the embedding's name and is none."""
         linear = {f"{name}.weight" for name, module in self.module.named_modules() if isinstance(module, nn.Linear)}
-        return (pair for pair in self.named_weights() if pair[0] in linear)
+        return self._named(linear.__contains__)
 
     def load(self, directory: Path) -> None:
         """Take the weights of another directory of the same architecture."""
@@ -146,6 +148,11 @@ class TransformersModel:
         for name in _PROCESSOR_FILES:
             if (self.directory / name).exists() and self.directory != directory:
                 shutil.copyfile(self.directory / name, directory / name)
+
+    def _named(self, wanted: Callable[[str], bool]) -> NamedTensors:
+        for name, parameter in self.module.named_parameters():
+            if wanted(name):
+                yield from self._layout.parts(name, parameter.detach())
 
     def _attach_gradients(self) -> None:
         """Make parameters leaves whose gradients accumulate in `flat_grad`, or constants without one."""
