@@ -187,6 +187,7 @@ TORCH_FREE_MODULES = [
     "areal.api.reward_api",
     "areal.infra",
     "areal.trajectory",
+    "areal.engine.sizing",
     "areal.proxy",
     "areal.rollout",
     "areal.cli.main",

@@ -156,6 +156,21 @@ def _declare_check(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
 
 
+def _declare_doctor(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", metavar="FILE", help="YAML file of a run: also check what it needs, and its memory")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="KEY=VALUE", help="a setting, which overrides the file's"
+    )
+    parser.add_argument("--model", metavar="DIR", help="a model in place of actor.path; a config.json is enough")
+    parser.add_argument(
+        "--gpu-memory-gb", type=float, metavar="N", help="plan for GPUs of this size (default: those here)"
+    )
+    parser.add_argument("--gpus-per-node", type=int, metavar="N", help="of each host (default: those here)")
+    parser.add_argument("--host-memory-gb", type=float, metavar="N", help="of each host (default: what is here)")
+    parser.add_argument("--prompt-tokens", type=int, default=1024, metavar="N", help="of a task (1024)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
+
+
 @dataclass(frozen=True)
 class Verb:
     summary: str
@@ -188,6 +203,11 @@ VERBS = {
         _declare_check,
         "areal check my_module.MyAgent --data sample.jsonl",
         imports_user_code=True,
+    ),
+    "doctor": Verb(
+        "check this machine, and whether a run's memory will fit",
+        _declare_doctor,
+        "areal doctor --config run.yaml actor.path=DIR --gpu-memory-gb 80 --gpus-per-node 8",
     ),
     "chat": Verb("talk to a saved model in the terminal", _declare_chat, "areal chat DIR"),
 }

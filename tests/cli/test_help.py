@@ -19,7 +19,9 @@ def ending(*words: str) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["chat", "--help"], ["--version"]])
+@pytest.mark.parametrize(
+    "words", [["--help"], ["train", "--help"], ["chat", "--help"], ["doctor", "--help"], ["--version"]]
+)
 def test_help_loads_neither_torch_nor_other_heavy_libraries(words: list[str]) -> None:
     code = "import sys\nfrom areal.cli.main import main\ntry:\n    main(sys.argv[1:])\nexcept SystemExit as end:\n"
     code += "    assert end.code == 0, end.code\n"

@@ -60,7 +60,7 @@ class Architecture:
 
 def read_architecture(directory: Path) -> Architecture:
     """The architecture of a Hugging Face model directory. Raises UnknownArchitecture for one that cannot be run."""
-    raw = _read_config(directory)
+    raw = read_config_json(directory)
     _check_supported(raw, directory)
     try:
         return _architecture(raw, directory)
@@ -68,7 +68,8 @@ def read_architecture(directory: Path) -> Architecture:
         raise ModelError(f"{directory / 'config.json'} lacks {missing}") from None
 
 
-def _read_config(directory: Path) -> dict[str, Any]:
+def read_config_json(directory: Path) -> dict[str, Any]:
+    """A model's settings as they are in its file. Raises ModelError if there are none."""
     file = directory / "config.json"
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
