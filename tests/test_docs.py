@@ -20,7 +20,7 @@ ALL_PAGES = [
 PAGES = [page for page in ALL_PAGES if page not in HISTORY]
 PACKAGES = sorted(path.name for path in (ROOT / "areal").iterdir() if path.is_dir() and path.name != "__pycache__")
 
-PATH = re.compile(r"(?<![\w./-])(?:areal|realhf|docs|tests|examples|benchmarks)/[\w./*-]*[\w/*]")
+PATH = re.compile(r"(?<![\w./-])(?:areal|realhf|docs|tests|examples|benchmarks|deploy)/[\w./*-]*[\w/*]")
 SHORT_PATH = re.compile(rf"(?<![\w./-])(?:{'|'.join(PACKAGES)})/[\w./-]*\w\.py\b")
 DOTTED = re.compile(r"(?<![\w./-])(?:areal|realhf|benchmarks)(?:\.\w+)+")
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")

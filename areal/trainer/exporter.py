@@ -144,6 +144,9 @@ SUMMED = {
 }
 """Those that are added up."""
 
+OF_A_FLEET = ("areal_engines", "areal_rollout_workers", "areal_episodes")
+"""What is shown only while there is one."""
+
 Series = tuple[str, ...]
 """A metric's name and the values of its labels."""
 
@@ -168,6 +171,10 @@ class Samples:
         seen = self._seen.setdefault(source, {})
         self.add(max(0.0, total - seen.get((name, *labels), 0.0)), name, *labels)
         seen[name, *labels] = total
+
+    def forget(self, *names: str) -> None:
+        """What these metrics tell of is gone."""
+        self._values = {series: value for series, value in self._values.items() if series[0] not in names}
 
     @property
     def totals(self) -> dict[Series, float]:
@@ -213,7 +220,6 @@ class Exporter(Closing):
         listening = listen(config.metrics.host, config.metrics.port, "metrics")
         self.url = _url(listening)
         self._directory = directory
-        self._total_steps = total_steps
         self._step = 0
         self._samples = Samples()
         self._totals = _TotalsFile(directory.path / COUNTERS_FILE)
@@ -275,7 +281,7 @@ class Exporter(Closing):
             if value is None or name == "step" or name.partition("/")[0] == "rejected":  # which are counted apart
                 continue
             if name in SUMMED:
-                self._samples.add(value if math.isfinite(value) else 0.0, *SUMMED[name])
+                self._samples.add(max(0.0, value) if math.isfinite(value) else 0.0, *SUMMED[name])
             else:
                 self._samples.set(value, *LATEST.get(name, ("areal_figure", name)))
 
@@ -288,6 +294,8 @@ class Exporter(Closing):
             assert self._watched is not None, "it was set by `_watch`"
             await self._ask(*self._watched)
             self._watched = before
+            if before is None or before[1] is None:
+                self._samples.forget(*OF_A_FLEET)
 
     async def _refresh(self) -> None:
         with suppress(OSError):  # the run removes old checkpoints
@@ -315,8 +323,9 @@ class Exporter(Closing):
             logger.warning("the processes of the run could not be asked: %r", error)
             return
         cpu_seconds, status = asking.result()
-        for process in cpu_seconds.keys() - {DRIVER}:  # whose time is the same whatever cluster it has
-            self._samples.follow(cluster, cpu_seconds[process], "areal_cpu_seconds_total", process)
+        del cpu_seconds[DRIVER]  # whose time goes on, whatever cluster it has
+        for process, seconds in cpu_seconds.items():
+            self._samples.follow(cluster, seconds, "areal_cpu_seconds_total", process)
         for role in (ENGINE_ROLE, WORKER_ROLE, RANK_ROLE):
             self._samples.follow(cluster, cluster.processes.deaths[role], "areal_process_deaths_total", role)
             self._samples.follow(cluster, cluster.processes.restarts[role], "areal_process_restarts_total", role)

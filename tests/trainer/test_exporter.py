@@ -23,7 +23,7 @@ from areal.config.experiment import DatasetConfig, ExperimentConfig, SFTConfig
 from areal.config.training import MetricsConfig, SaverConfig
 from areal.infra.loop_thread import LoopThread
 from areal.trainer import exporter as exporter_module
-from areal.trainer.exporter import METRICS, Exporter, Samples
+from areal.trainer.exporter import METRICS, OF_A_FLEET, Exporter, Samples
 from areal.trainer.fleet import FleetStatus
 from areal.trainer.run_directory import RunDirectory
 
@@ -76,7 +76,7 @@ class FakeCluster:
     async def cpu_seconds(self, timeout_seconds: float) -> dict[str, float]:
         if self.hangs:
             await asyncio.Event().wait()
-        return self.cpu
+        return dict(self.cpu)
 
 
 @pytest.fixture
@@ -188,6 +188,7 @@ def test_no_counter_goes_back_when_the_run_goes_on_here_or_in_another_process(
     with open_exporter(directory) as exporter:
         with exporter.watching(cluster, fake_fleet()):
             exporter.step(5, {"tokens": 50.0, "train_seconds": 1.0})
+        assert not any(series[0] in OF_A_FLEET for series in scrape(exporter)), "there is no fleet meanwhile"
         exporter.restarted("rank")
         exporter.begin(4)  # its newest checkpoint
         with exporter.watching(cluster, fake_fleet(sampled_tokens=10)):
