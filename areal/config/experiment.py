@@ -9,6 +9,7 @@ from areal.config.errors import require
 from areal.config.rollout import GenerationHyperparameters, ProxyConfig, RolloutConfig
 from areal.config.training import (
     ActorConfig,
+    CriticConfig,
     EvaluatorConfig,
     MetricsConfig,
     OptimizerConfig,
@@ -106,6 +107,8 @@ class PPOConfig(ExperimentConfig):
     """What agents call the model through."""
     ref: ReferenceConfig = field(default_factory=ReferenceConfig)
     """What the KL penalty compares with."""
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    """What advantages are taken against, if not the group."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -123,16 +126,33 @@ class PPOConfig(ExperimentConfig):
             self.actor.adv_norm != "group" or self.gconfig.n_samples > 1,
             "actor.adv_norm=group needs gconfig.n_samples > 1, got 1; one sample has no spread",
         )
-        require(
-            self.actor.group_baseline != "mean" or self.gconfig.n_samples > 1,
-            "actor.group_baseline=mean with gconfig.n_samples=1 makes every advantage 0; "
-            "set gconfig.n_samples > 1 or actor.group_baseline=none",
-        )
+        self._check_baseline()
         require(
             self.actor.ppo_n_minibatches <= self.train_dataset.batch_size,
             f"actor.ppo_n_minibatches={self.actor.ppo_n_minibatches} exceeds "
             f"train_dataset.batch_size={self.train_dataset.batch_size}; a minibatch needs at least one group",
         )
+
+    def _check_baseline(self) -> None:
+        """A return is compared with a value or with its group, never with both."""
+        if self.critic.path:
+            require(
+                self.actor.group_baseline == "none",
+                f"critic.path={self.critic.path} takes advantages against values, and actor.group_baseline="
+                f"{self.actor.group_baseline} against the group; set actor.group_baseline=none",
+            )
+            return
+        require(
+            self.actor.group_baseline != "mean" or self.gconfig.n_samples > 1,
+            "actor.group_baseline=mean with gconfig.n_samples=1 makes every advantage 0; "
+            "set gconfig.n_samples > 1 or actor.group_baseline=none",
+        )
+        for name in ("gae_lambda", "discount"):
+            value = getattr(self.actor, name)
+            require(
+                value == 1,
+                f"actor.{name}={value} needs a critic; set critic.path (usually {self.actor.path}) or leave it out",
+            )
 
 
 @dataclass

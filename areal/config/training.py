@@ -85,6 +85,12 @@ class ActorConfig(Resources):
     (unbiased: n - 1), plus 1e-6. Where the deviation is 0, so is the advantage."""
     group_baseline: Literal["mean", "none"] = "mean"
     """What a return is compared with: the mean over the completions of its group, or nothing."""
+    gae_lambda: float = 1.0
+    """With a critic: how much of what it failed to predict counts for the tokens before; 1 = the advantage is the
+    return minus the value, 0 = the next value minus this one."""
+    discount: float = 1.0
+    """With a critic: what the return counts less for each token that was still to come. Turns have one of their own
+    (rollout.agent.turn_discount)."""
     loss_norm: Literal["token", "completion"] = "token"
     """The loss is a mean over tokens, or over completions, each with the mean of its tokens."""
     use_decoupled_loss: bool = False
@@ -124,6 +130,8 @@ class ActorConfig(Resources):
             self.behave_imp_weight_cap is None or self.behave_imp_weight_cap > 0,
             f"behave_imp_weight_cap must be > 0, got {self.behave_imp_weight_cap}; use null for no cap",
         )
+        for name in ("gae_lambda", "discount"):
+            require(0 <= getattr(self, name) <= 1, f"{name} must lie in [0, 1], got {getattr(self, name)}")
         require(self.kl_ctl >= 0, f"kl_ctl must be >= 0, got {self.kl_ctl}")
         require(self.kl_ctl < math.inf, f"kl_ctl must be finite, got {self.kl_ctl}")
         require(self.max_tokens_per_mb >= 1, f"max_tokens_per_mb must be >= 1, got {self.max_tokens_per_mb}")
@@ -136,6 +144,29 @@ class ReferenceConfig:
 
     path: str = ""
     """The frozen model that the KL penalty compares with, usually the same as actor.path; empty = none."""
+
+
+@dataclass
+class CriticConfig:
+    """The value model that advantages are taken against, in place of the mean of a group."""
+
+    path: str = ""
+    """The model that it starts from, usually the same as actor.path; empty = no critic. It is computed where the actor
+    is, with its dtype, max_tokens_per_mb, gradient_checkpointing and offload."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """How its gradients become steps, one for each of the actor's."""
+    eps_clip: float | None = None
+    """A value that has moved by more than this since the batch came gets no credit for what it moved beyond; None = it
+    may move freely."""
+    warmup_steps: int = 0
+    """During so many steps at the start of a run only the critic learns."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.eps_clip is None or self.eps_clip > 0,
+            f"eps_clip must be > 0, got {self.eps_clip}; use null for no clip",
+        )
+        require(self.warmup_steps >= 0, f"warmup_steps must be >= 0, got {self.warmup_steps}")
 
 
 @dataclass

@@ -5,6 +5,7 @@ knows; transformers computes all others.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -88,14 +89,25 @@ def open_runner(
 
 
 def open_trainable(
-    directory: Path, *, gradient_checkpointing: bool = False, device: str = "auto", frozen: bool = False
+    directory: Path,
+    *,
+    gradient_checkpointing: bool = False,
+    device: str = "auto",
+    frozen: bool = False,
+    value_head: bool = False,
 ) -> TrainableModel:
-    """The model of a directory, to train on `device`; a frozen one computes log-probs and has no gradient."""
+    """The model of a directory, to train on `device`; a frozen one computes log-probs and has no gradient.
+
+    With a value head it is a critic, and gives values where a policy gives log-probs.
+    """
     place = find_device(device, "actor.device")
     architecture = _known(directory)
     if architecture is not None:
         decoder = PackedDecoder(
-            architecture, gradient_checkpointing=gradient_checkpointing, device=place, frozen=frozen
+            replace(architecture, value_head=value_head),
+            gradient_checkpointing=gradient_checkpointing,
+            device=place,
+            frozen=frozen,
         )
         decoder.load(directory)
         return decoder
@@ -107,7 +119,7 @@ def open_trainable(
     from areal.engine.transformers.model import TransformersModel
     from areal.engine.transformers.training import TransformersTraining
 
-    return TransformersTraining(TransformersModel(directory, trainable=not frozen, device=place))
+    return TransformersTraining(TransformersModel(directory, trainable=not frozen, device=place, value_head=value_head))
 
 
 def max_positions(directory: Path) -> int:

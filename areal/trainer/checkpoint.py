@@ -1,5 +1,7 @@
 """A checkpoint is a directory with a Hugging Face model, its tokenizer and the trainer's state. It is never partial.
 
+A run with a critic has that model in a directory of the checkpoint.
+
 Its manifest lists the size and checksum of every file, so that later damage is found before it is loaded. Checkpoints
 without one, from before there were manifests, are loaded if they can be read.
 """
@@ -18,11 +20,12 @@ import torch
 from safetensors import SafetensorError
 
 from areal.api.errors import ArealError
-from areal.engine.training.learner import Learner
+from areal.engine.training.learner import Learner, Trained
 from areal.utils.shorten import first_line
 
 STATE_FILE = "trainer.pt"
 MANIFEST_FILE = "manifest.json"
+CRITIC_DIRECTORY = "critic"
 
 READ_BYTES = 1 << 22
 
@@ -34,15 +37,17 @@ class DamagedCheckpoint(ArealError):
     """A checkpoint is not what was saved; says which file and how."""
 
 
-def save_checkpoint(directory: Path, engine: Learner, tokenizer: Any, state: dict[str, Any]) -> None:
+def save_checkpoint(
+    directory: Path, engine: Learner, tokenizer: Any, state: dict[str, Any], critic: Trained | None = None
+) -> None:
     """Write next to the target, then rename: a killed run leaves no partial checkpoint under that name."""
-    finish = begin_checkpoint(directory, engine, tokenizer, state)
+    finish = begin_checkpoint(directory, engine, tokenizer, state, critic)
     if finish is not None:
         finish()
 
 
 def begin_checkpoint(
-    directory: Path, engine: Learner, tokenizer: Any, state: dict[str, Any]
+    directory: Path, engine: Learner, tokenizer: Any, state: dict[str, Any], critic: Trained | None = None
 ) -> Callable[[], None] | None:
     """The same with an engine that can go on training meanwhile: what is returned waits and gives it its name.
 
@@ -55,18 +60,22 @@ def begin_checkpoint(
     with _explained(directory, temporary):
         temporary.mkdir(parents=True)
         tokenizer.save_pretrained(temporary)
-        torch.save({"engine": engine.state(), "trainer": state}, temporary / STATE_FILE)
-        wait_until_written = engine.begin_checkpoint(temporary)
+        of_critic = {} if critic is None else {"critic": critic.state()}
+        torch.save({"engine": engine.state(), "trainer": state, **of_critic}, temporary / STATE_FILE)
+        unwritten = [engine.begin_checkpoint(temporary)]
+        if critic is not None:
+            (temporary / CRITIC_DIRECTORY).mkdir()
+            unwritten.append(critic.begin_checkpoint(temporary / CRITIC_DIRECTORY))
 
     def finish() -> None:
         with _explained(directory, temporary):
-            if wait_until_written is not None:
+            for wait_until_written in filter(None, unwritten):
                 wait_until_written()
             _seal(temporary)
             os.rename(temporary, directory)
             _sync(directory.parent)
 
-    if wait_until_written is not None:
+    if any(unwritten):
         return finish
     finish()
     return None
@@ -83,19 +92,22 @@ def _explained(directory: Path, temporary: Path) -> Iterator[None]:
         ) from error
 
 
-def load_checkpoint(directory: Path, engine: Learner) -> dict[str, Any]:
-    """Restore the engine; returns the trainer's state. Raises DamagedCheckpoint if it is not what was saved."""
+def load_checkpoint(directory: Path, engine: Learner, critic: Trained | None = None) -> dict[str, Any]:
+    """Restore the engine and the critic; returns the trainer's state. Raises DamagedCheckpoint if it is not what was
+    saved. A critic that was not saved stays as it is."""
     if _has_manifest(directory):
         _check_files(directory)
-        return _load(directory, engine)
+        return _load(directory, engine, critic)
     try:
-        return _load(directory, engine)
+        return _load(directory, engine, critic)
     except (ArealError, *UNREADABLE) as error:  # without a manifest, only loading shows the damage
         reason = first_line(error) or type(error).__name__
         raise DamagedCheckpoint(f"it cannot be read: {reason}") from error
 
 
-def load_newest(checkpoints: Sequence[Path], engine: Learner) -> tuple[dict[str, Any], list[str]]:
+def load_newest(
+    checkpoints: Sequence[Path], engine: Learner, critic: Trained | None = None
+) -> tuple[dict[str, Any], list[str]]:
     """Restore the newest of them (oldest first) that is intact; returns the trainer's state and what to tell the user.
 
     Newer ones that are damaged are moved aside, because the run will reach their steps again.
@@ -103,7 +115,7 @@ def load_newest(checkpoints: Sequence[Path], engine: Learner) -> tuple[dict[str,
     damaged: list[tuple[Path, DamagedCheckpoint]] = []
     for directory in reversed(checkpoints):
         try:
-            state = load_checkpoint(directory, engine)
+            state = load_checkpoint(directory, engine, critic)
         except DamagedCheckpoint as error:
             damaged.append((directory, error))
         else:
@@ -148,9 +160,11 @@ def _check_files(directory: Path) -> None:
             raise DamagedCheckpoint(f"{name} cannot be read: {error.strerror}") from error
 
 
-def _load(directory: Path, engine: Learner) -> dict[str, Any]:
+def _load(directory: Path, engine: Learner, critic: Trained | None) -> dict[str, Any]:
     saved = torch.load(directory / STATE_FILE, weights_only=True)
     engine.load_checkpoint(directory, saved["engine"])
+    if critic is not None and "critic" in saved:
+        critic.load_checkpoint(directory / CRITIC_DIRECTORY, saved["critic"])
     state: dict[str, Any] = saved["trainer"]
     return state
 

@@ -12,14 +12,14 @@ from areal.api.errors import NonFiniteUpdate
 from areal.config.training import ActorConfig
 from areal.engine.training.engine import Loss, TokenBatch
 from areal.engine.training.figures import Figures
-from areal.engine.training.learner import Learner
+from areal.engine.training.learner import Trained
 from areal.utils.logging import getLogger
 
 logger = getLogger("trainer")
 
 
 def guarded_update(
-    engine: Learner,
+    engine: Trained,
     batch: TokenBatch,
     loss: Loss,
     actor: ActorConfig,
@@ -27,28 +27,29 @@ def guarded_update(
     place: int,
     step: int,
     directory: Path | None,
+    of_critic: bool = False,
 ) -> Figures:
     """`engine.train_batch` with `skipped_updates` among its figures.
 
     `step` counts from 1; `directory`: where a batch is saved, None = nowhere.
     """
+    when = f"step {step}, critic" if of_critic else f"step {step}"
     try:
         figures = engine.train_batch(batch, loss, place)
     except NonFiniteUpdate as error:
         if actor.on_nonfinite == "skip":
-            logger.warning("step %d: %s; the update is skipped (actor.on_nonfinite: skip)", step, error)
+            logger.warning("%s: %s; the update is skipped (actor.on_nonfinite: skip)", when, error)
             return Figures(total={"skipped_updates": 1})
-        raise NonFiniteUpdate(
-            f"step {step}: {error}; {_saved(batch, directory, step)}; actor.on_nonfinite=skip leaves such updates out"
-        ) from error
+        saved = _saved(batch, directory, f"{'critic-' if of_critic else ''}step-{step:06d}")
+        raise NonFiniteUpdate(f"{when}: {error}; {saved}; actor.on_nonfinite=skip leaves such updates out") from error
     return Figures.of_passes([figures, Figures(total={"skipped_updates": 0})])
 
 
-def _saved(batch: TokenBatch, directory: Path | None, step: int) -> str:
+def _saved(batch: TokenBatch, directory: Path | None, name: str) -> str:
     """Save the batch, and say where."""
     if directory is None:
         return "its batch was not saved"
-    path = directory / f"nonfinite-step-{step:06d}.npz"
+    path = directory / f"nonfinite-{name}.npz"
     try:
         save_batch(path, batch)
     except OSError as error:  # the cause that is reported must stay the first one

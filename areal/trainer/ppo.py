@@ -17,11 +17,12 @@ from areal.config.experiment import PPOConfig
 from areal.dataset import TaskSource, get_custom_dataset, read_tasks
 from areal.engine.models import find_model, open_trainable
 from areal.engine.training.engine import ScoringEngine, TrainingEngine
-from areal.engine.training.learner import Learner, LogProbs
+from areal.engine.training.learner import Critic, Learner, LogProbs
 from areal.infra.scheduler import Ask
 from areal.rollout.admission import Admission
 from areal.rollout.loading import Workflow, WorkflowSpec, check
 from areal.trainer import display
+from areal.trainer.critic import ValueUpdate
 from areal.trainer.engines import on_this_machine
 from areal.trainer.fleet import Fleet, all_asks
 from areal.trainer.journal import AFTER, BEFORE, DURING, Account, Journal, overlap, pause_figures, step_figures
@@ -101,7 +102,8 @@ class PPOTrainer(Trainer):
                     return _PPORun(plan, parts, update, journal, fleet).execute()
 
     def _fingerprint(self) -> dict[str, Any]:
-        return {**super()._fingerprint(), "gconfig.n_samples": self.config.gconfig.n_samples}
+        settings = {"gconfig.n_samples": self.config.gconfig.n_samples, "critic.path": self.config.critic.path or None}
+        return {**super()._fingerprint(), **settings}
 
     def _asks(self) -> list[Ask]:
         return all_asks(self.config)
@@ -113,13 +115,25 @@ class PPOTrainer(Trainer):
         model = open_trainable(path, device=actor.device, frozen=True)
         return ScoringEngine(model, max_tokens_per_mb=actor.max_tokens_per_mb, dtype=actor.dtype)
 
+    def _open_critic(self, engine: Learner, optimizer_steps: int) -> Critic | None:
+        config = self.config.critic
+        if not config.path:
+            return None
+        path = find_model(config.path)
+        if isinstance(engine, RankedEngine):
+            return engine.open_critic(path, config.optimizer)
+        return self._open_engine(path, config.optimizer, optimizer_steps, value_head=True)
+
     def _policy_update(self, parts: RunParts, account: Account) -> PolicyUpdate:
-        config = self.config
+        config, critic = self.config, None
+        if parts.critic is not None:
+            critic = ValueUpdate(parts.critic, config.critic, config.actor, directory=parts.directory.path)
         return PolicyUpdate(
             parts.engine,
             config.actor,
             self._open_reference(parts.engine) if config.actor.kl_ctl > 0 else None,
             config.seed,
+            critic=critic,
             directory=parts.directory.path,
             stale_samples=config.rollout.max_head_offpolicyness > 0,
             seen_difference=account.max_logprob_difference or 0.0,

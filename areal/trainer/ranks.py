@@ -1,6 +1,7 @@
 """The ranks that train one model together, as the driver sees them: `actor.backend: fsdp:d4t2`.
 
 `RankedEngine` does what `TrainingEngine` does in one process, with a share of every batch for each data-parallel rank.
+The reference and the critic, if there are any, live on the same ranks.
 The ranks live and die together: a process group cannot be joined again. When one of them ends, all do, and the run
 goes on from its newest checkpoint (run.py).
 """
@@ -20,9 +21,9 @@ from areal.api.engine_api import WeightUpdate
 from areal.api.errors import ArealError, NonFiniteUpdate
 from areal.api.messages import RANK_ROLE, Array
 from areal.config.parallel import Ranks
-from areal.config.training import ActorConfig
+from areal.config.training import ActorConfig, OptimizerConfig
 from areal.engine.model.published import whole_digest
-from areal.engine.sharded.messages import RankSetup, Share, rank_wire
+from areal.engine.sharded.messages import RankSetup, Role, Share, rank_wire
 from areal.engine.sharded.trainable import require_trainable
 from areal.engine.training.engine import Loss, TokenBatch, learning_rate
 from areal.engine.training.figures import Figures
@@ -123,7 +124,67 @@ def _longest_first(parts: Sequence[list[int]], sizes: Sequence[int], shares: int
     return dealt
 
 
-class RankedEngine:
+class RankedModel:
+    """A model that the ranks train: `Trained`, as `TrainingEngine` in one process. The driver deals each batch."""
+
+    def __init__(
+        self, processes: "_RankProcesses", role: Role, model: Path, optimizer: OptimizerConfig, *, total_steps: int
+    ) -> None:
+        self.version = 0
+        self._processes = processes
+        self._role = role
+        self._optimizer = optimizer
+        self._total_steps = total_steps
+        self._steps = 0
+        self._open(model, with_optimizer=False)
+
+    def values(self, batch: TokenBatch) -> Tensor:
+        """What a critic expects before every trained token [N]."""
+        return self._processes.scores(self._role, batch)
+
+    def train_batch(self, batch: TokenBatch, loss: Loss, place: int | None = None) -> Figures:
+        """One optimizer step, or none for an empty batch, as `TrainingEngine.train_batch`."""
+        self._steps = self._steps if place is None else place
+        figures = Figures(
+            mean={"loss": 0.0, "lr": learning_rate(self._optimizer, self._steps, self._total_steps)},
+            total={"forward_tokens": 0},
+        )
+        norm = 0.0
+        if batch.spans:
+            shares = self._processes.deal(batch)
+            packed = [rank_wire().pack(Share.of(share.batch, loss, self._steps)) for share in shares]
+            answers = self._processes.of_shares("train_batch", self._role, packed)
+            figures = Figures.of_passes([figures, *(Figures(**share) for share, _ in answers)])
+            norm = answers[0][1]
+        self._steps += 1
+        return Figures.of_passes([figures, Figures(mean={"grad_norm": norm})])
+
+    def begin_checkpoint(self, directory: Path) -> Callable[[], None]:
+        """Copies are taken now, and written while training goes on; what is returned waits for the end of that."""
+        self._processes.all("begin_checkpoint", self._role, str(directory))
+        return lambda: self._finish_checkpoint()
+
+    def state(self) -> dict[str, Any]:
+        return {"version": self.version, "steps": self._steps}
+
+    def load_checkpoint(self, directory: Path, state: dict[str, Any]) -> None:
+        """Take the model and the optimizer of a checkpoint, whatever number of ranks has written it."""
+        if "optimizer" in state:
+            raise ArealError(
+                f"{directory} was written by one process of an older version, whose optimizer ranks cannot read; leave "
+                "actor.backend unset until the next checkpoint"
+            )
+        self._open(directory, with_optimizer=True)
+        self.version, self._steps = state["version"], state["steps"]
+
+    def _open(self, directory: Path, *, with_optimizer: bool) -> None:
+        self._processes.all("open_model", self._role, str(directory), with_optimizer, pickle.dumps(self._optimizer))
+
+    def _finish_checkpoint(self) -> None:
+        self._processes.all("finish_checkpoint", self._role)
+
+
+class RankedEngine(RankedModel):
     """Implements `Learner` on ranks in processes of their own."""
 
     def __init__(
@@ -137,12 +198,48 @@ class RankedEngine:
     ) -> None:
         """Start the ranks and read the model; places for `rank_asks` are reserved."""
         require_trainable(model, Ranks.parse(actor.backend))
-        self.version = 0
+        processes = _RankProcesses(cluster, actor, total_steps=total_steps, threads=threads)
+        super().__init__(processes, "actor", model, actor.optimizer, total_steps=total_steps)
+
+    def open_reference(self, model: Path) -> "RankedReference":
+        self._processes.all("open_reference", str(model))
+        return RankedReference(self._processes)
+
+    def open_critic(self, model: Path, optimizer: OptimizerConfig) -> RankedModel:
+        """A value model on the same ranks."""
+        return RankedModel(self._processes, "critic", model, optimizer, total_steps=self._total_steps)
+
+    def logprobs(self, batch: TokenBatch) -> Tensor:
+        """Log-probability of every trained token [N] under the present weights."""
+        return self._processes.scores(self._role, batch)
+
+    def publish(self) -> WeightUpdate:
+        """Each rank writes its part of the weights into the shared memory of its host as the present version."""
+        parts: list[WeightUpdate] = self._processes.all("publish", self.version)
+        (place,) = {part.path for part in parts}
+        shards = sorted((shard for part in parts for shard in part.shards), key=lambda shard: shard.name)
+        return WeightUpdate(self.version, whole_digest(shards), place, tuple(shards))
+
+    def close(self) -> None:
+        """The ranks end with their cluster."""
+
+
+class RankedReference:
+    """The frozen model on the same ranks, for `PolicyUpdate`."""
+
+    def __init__(self, processes: "_RankProcesses") -> None:
+        self._processes = processes
+
+    def logprobs(self, batch: TokenBatch) -> Tensor:
+        return self._processes.scores("reference", batch)
+
+
+class _RankProcesses:
+    """The ranks themselves, which are called together or not at all."""
+
+    def __init__(self, cluster: Cluster, actor: ActorConfig, *, total_steps: int, threads: int) -> None:
         self._cluster = cluster
-        self._actor = actor
         self._ranks = Ranks.parse(actor.backend)
-        self._total_steps = total_steps
-        self._steps = 0
         self._broken: Exception | None = None
         """Why the ranks cannot be called any more."""
         self._places = [RankPlace(rank, each, threads, cluster.processes) for rank, each in enumerate(rank_asks(actor))]
@@ -152,75 +249,25 @@ class RankedEngine:
             RankSetup(rank, self._ranks, actor, total_steps, threads, tuple(store)) for rank in range(self._ranks.count)
         ]
         self._call("set_up", [(pickle.dumps(setup),) for setup in setups], START_SECONDS)
-        self._all("open_model", str(model), False)
 
-    def open_reference(self, model: Path) -> "RankedReference":
-        self._all("open_reference", str(model))
-        return RankedReference(self)
+    def deal(self, batch: TokenBatch) -> list[DealtShare]:
+        return deal(batch, self._ranks.data)
 
-    def logprobs(self, batch: TokenBatch, *, of_reference: bool = False) -> Tensor:
-        """Log-probability of every trained token [N] under the present weights."""
-        shares = deal(batch, self._ranks.data)
-        parts = [(rank_wire().pack(Share.of(share.batch)), of_reference) for share in shares]
+    def scores(self, role: Role, batch: TokenBatch) -> Tensor:
+        """One number for every trained token [N] from the model of this role."""
+        shares = self.deal(batch)
         out = torch.empty(len(batch.temperatures))
-        for share, found in zip(shares, self._of_shares("logprobs", parts), strict=True):
+        packed = [rank_wire().pack(Share.of(share.batch)) for share in shares]
+        for share, found in zip(shares, self.of_shares("scores", role, packed), strict=True):
             out[share.places] = torch.from_numpy(found)
         return out
 
-    def train_batch(self, batch: TokenBatch, loss: Loss, place: int | None = None) -> Figures:
-        """One optimizer step, or none for an empty batch, as `TrainingEngine.train_batch`."""
-        self._steps = self._steps if place is None else place
-        figures = Figures(
-            mean={"loss": 0.0, "lr": learning_rate(self._actor.optimizer, self._steps, self._total_steps)},
-            total={"forward_tokens": 0},
-        )
-        norm = 0.0
-        if batch.spans:
-            shares = deal(batch, self._ranks.data)
-            parts = [(rank_wire().pack(Share.of(share.batch, loss, self._steps)),) for share in shares]
-            answers = self._of_shares("train_batch", parts)
-            figures = Figures.of_passes([figures, *(Figures(**share) for share, _ in answers)])
-            norm = answers[0][1]
-        self._steps += 1
-        return Figures.of_passes([figures, Figures(mean={"grad_norm": norm})])
-
-    def publish(self) -> WeightUpdate:
-        """Each rank writes its part of the weights into the shared memory of its host as the present version."""
-        parts: list[WeightUpdate] = self._all("publish", self.version)
-        (place,) = {part.path for part in parts}
-        shards = sorted((shard for part in parts for shard in part.shards), key=lambda shard: shard.name)
-        return WeightUpdate(self.version, whole_digest(shards), place, tuple(shards))
-
-    def begin_checkpoint(self, directory: Path) -> Callable[[], None]:
-        """Copies are taken now, and written while training goes on; what is returned waits for the end of that."""
-        self._all("begin_checkpoint", str(directory))
-        return lambda: self._finish_checkpoint()
-
-    def state(self) -> dict[str, Any]:
-        return {"version": self.version, "steps": self._steps}
-
-    def load_checkpoint(self, directory: Path, state: dict[str, Any]) -> None:
-        """Take the model and the optimizer of a checkpoint, whatever number of ranks has written it."""
-        if "optimizer" in state:
-            raise ArealError(
-                f"{directory} was written by one process of an older version, whose optimizer ranks cannot read; leave "
-                "actor.backend unset until the next checkpoint"
-            )
-        self._all("open_model", str(directory), True)
-        self.version, self._steps = state["version"], state["steps"]
-
-    def close(self) -> None:
-        """The ranks end with their cluster."""
-
-    def _finish_checkpoint(self) -> None:
-        self._all("finish_checkpoint")
-
-    def _all(self, method: str, *arguments: Any) -> list[Any]:
+    def all(self, method: str, *arguments: Any) -> list[Any]:
         return self._call(method, [arguments] * self._ranks.count, CALL_SECONDS)
 
-    def _of_shares(self, method: str, parts: Sequence[tuple[Any, ...]]) -> list[Any]:
+    def of_shares(self, method: str, role: Role, packed: Sequence[bytes]) -> list[Any]:
         """Every tensor-parallel rank gets the share of its group; one answer of each group."""
-        arguments = [part for part in parts for _ in range(self._ranks.tensor)]
+        arguments = [(role, share) for share in packed for _ in range(self._ranks.tensor)]
         return self._call(method, arguments, CALL_SECONDS)[:: self._ranks.tensor]
 
     def _call(self, method: str, arguments: Sequence[tuple[Any, ...]], seconds: float) -> list[Any]:
@@ -248,13 +295,3 @@ class RankedEngine:
         finally:
             for call in calls:
                 call.cancel()
-
-
-class RankedReference:
-    """The frozen model on the same ranks, for `PolicyUpdate`."""
-
-    def __init__(self, engine: RankedEngine) -> None:
-        self._engine = engine
-
-    def logprobs(self, batch: TokenBatch) -> Tensor:
-        return self._engine.logprobs(batch, of_reference=True)

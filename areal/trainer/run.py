@@ -20,10 +20,11 @@ from areal.api.errors import RanksLost, RunExists
 from areal.api.messages import RANK_ROLE
 from areal.config.errors import require
 from areal.config.experiment import ExperimentConfig
+from areal.config.training import OptimizerConfig
 from areal.engine.model.device import find_device
 from areal.engine.models import find_model, open_trainable
 from areal.engine.training.engine import TrainingEngine
-from areal.engine.training.learner import Learner
+from areal.engine.training.learner import Critic, Learner
 from areal.infra.scheduler import Ask
 from areal.trainer import display
 from areal.trainer.checkpoint import begin_checkpoint, load_newest
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from areal.trainer.exporter import Exporter
     from areal.trainer.fleet import Fleet
 
+UNKEPT = {"critic.path": None}
+"""What runs had before their checkpoints kept it."""
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -65,6 +68,7 @@ class RunParts:
     """The settings that a checkpoint keeps, to be compared when it is resumed."""
     cluster: Cluster | None = None
     """The processes of the run, if ranks are among them."""
+    critic: Critic | None = None
     exporter: "Exporter | None" = None
     """What shows the run to Prometheus, if metrics.port is set."""
 
@@ -117,17 +121,18 @@ class Trainer(Closing):
             cluster = stack.enter_context(self._open_cluster(directory.logs)) if self.config.actor.backend else None
             stack.enter_context(explained_storage_errors(directory.path))
             engine = stack.enter_context(closing(self._open_learner(optimizer_steps, cluster)))
+            critic = self._open_critic(engine, optimizer_steps)
             checkpoints = directory.checkpoints()
-            state, notes = load_newest(checkpoints, engine) if checkpoints else ({"step": 0}, [])
+            state, notes = load_newest(checkpoints, engine, critic) if checkpoints else ({"step": 0}, [])
             for note in notes:
                 display.say(note)
             fingerprint = self._fingerprint()
-            if self.config.recover.mode != "force":
-                _refuse_changes(directory.path, state.get("fingerprint", {}), fingerprint)
+            if checkpoints and self.config.recover.mode != "force":
+                _refuse_changes(directory.path, {**UNKEPT, **state.get("fingerprint", {})}, fingerprint)
             directory.write_config(self.config)
             tokenizer = load_hf_tokenizer(self._tokenizer_dir)
             parts = RunParts(
-                directory, engine, tokenizer, self._total_steps, state, fingerprint, cluster, self._exporter
+                directory, engine, tokenizer, self._total_steps, state, fingerprint, cluster, critic, self._exporter
             )
             if parts.exporter is not None:
                 parts.exporter.begin(state["step"])
@@ -145,6 +150,10 @@ class Trainer(Closing):
             "train_dataset": f"{len(self._tasks)} tasks ({digest_of_tasks(self._tasks)})",
         }
 
+    def _open_critic(self, engine: Learner, optimizer_steps: int) -> Critic | None:
+        """The value model that is trained beside the policy."""
+        return None
+
     def _asks(self) -> list[Ask]:
         """What the processes of a run with ranks need of their hosts."""
         return rank_asks(self.config.actor)
@@ -160,7 +169,7 @@ class Trainer(Closing):
 
     def _open_learner(self, optimizer_steps: int, cluster: Cluster | None) -> Learner:
         if cluster is None:
-            return self._open_engine(self._model, optimizer_steps, self.config.actor.gradient_checkpointing)
+            return self._open_engine(self._model, self.config.actor.optimizer, optimizer_steps)
         threads = self.config.scheduler.threads or 1
         return RankedEngine(cluster, self.config.actor, self._model, total_steps=optimizer_steps, threads=threads)
 
@@ -177,18 +186,26 @@ class Trainer(Closing):
                 if self._exporter is not None:
                     self._exporter.restarted(RANK_ROLE)
 
-    def _open_engine(self, model: Path, optimizer_steps: int, checkpointing: bool) -> TrainingEngine:
+    def _open_engine(
+        self, model: Path, optimizer: OptimizerConfig, optimizer_steps: int, *, value_head: bool = False
+    ) -> TrainingEngine:
+        actor = self.config.actor
         return TrainingEngine(
-            open_trainable(model, gradient_checkpointing=checkpointing, device=self.config.actor.device),
-            self.config.actor.optimizer,
+            open_trainable(
+                model,
+                gradient_checkpointing=actor.gradient_checkpointing,
+                device=actor.device,
+                value_head=value_head,
+            ),
+            optimizer,
             total_steps=optimizer_steps,
-            max_tokens_per_mb=self.config.actor.max_tokens_per_mb,
-            dtype=self.config.actor.dtype,
+            max_tokens_per_mb=actor.max_tokens_per_mb,
+            dtype=actor.dtype,
         )
 
 
 def _refuse_changes(path: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
-    """`before` is empty in checkpoints from before it was kept."""
+    """What is not in `before` is from before it was kept."""
     changed = [f"{name} was {before[name]}, is {now[name]}" for name in now if before.get(name, now[name]) != now[name]]
     if changed:
         raise RunExists(
@@ -209,6 +226,7 @@ class TrainingRun(ABC):
         self._saver = config.saver
         self._directory = parts.directory
         self._engine = parts.engine
+        self._critic = parts.critic
         self._tokenizer = parts.tokenizer
         self._total_steps = parts.total_steps
         self._progress = progress
@@ -267,7 +285,7 @@ class TrainingRun(ABC):
         self._wait_until_saved()
         target = self._directory.checkpoint(self._step)
         state = {"step": self._step, "fingerprint": self._fingerprint, **self._state()}
-        finish = begin_checkpoint(target, self._engine, self._tokenizer, state)
+        finish = begin_checkpoint(target, self._engine, self._tokenizer, state, self._critic)
         if finish is None:
             self._keep_checkpoint()
         else:

@@ -8,6 +8,8 @@ Two sets of log-probs are kept apart. `behaviour` are the sampler's, `proximal` 
 minibatch, computed where needed; a token whose sampler reported nothing has the proximal one for both. The plain loss
 takes its ratio against one of them. The decoupled loss clips around the proximal and weighs by its ratio to the
 behaviour, which alone is right for recomputed log-probs of samples that may be stale.
+
+Advantages are taken within groups, or against the values of a critic, which then learns from the same minibatches.
 """
 
 import random
@@ -27,6 +29,7 @@ from areal.engine.training.figures import Figures
 from areal.engine.training.learner import Learner, LogProbs
 from areal.engine.training.objective import PolicyObjective
 from areal.engine.training.packing import Span
+from areal.trainer.critic import PREFIX, ValueUpdate
 from areal.trainer.nonfinite import guarded_update
 from areal.utils.logging import getLogger
 
@@ -44,6 +47,7 @@ class PolicyUpdate:
         reference: LogProbs | None,
         seed: int,
         *,
+        critic: ValueUpdate | None = None,
         directory: Path | None = None,
         stale_samples: bool = False,
         seen_difference: float = 0.0,
@@ -58,6 +62,7 @@ class PolicyUpdate:
         self._engine = engine
         self._actor = actor
         self._reference = reference
+        self._critic = critic
         self._seed = seed
         self._directory = directory
         self._stale_samples = stale_samples
@@ -66,18 +71,23 @@ class PolicyUpdate:
 
     def step(self, groups: Sequence[GroupResult]) -> dict[str, float]:
         """Train on a batch of groups; returns the step's figures."""
-        whole = token_batch(rows_of_groups(groups), self._actor)
+        whole = token_batch(rows_of_groups(groups), self._actor, self._critic)
         count = self._actor.ppo_n_minibatches
         parts = minibatches(whole, count, f"{self._seed}-{self._engine.version}")
         trained = []
-        for number, batch in enumerate([self._prepare(part) for part in parts]):
+        for number, (part, batch) in enumerate([(part, self._prepare(part)) for part in parts]):
+            place = self._engine.version * count + number
+            if self._critic is not None:
+                trained.append(self._critic.train(part, place=place, step=self._engine.version + 1))
             # Only the first minibatch is computed with the very weights that sampled the newest tokens.
             newest = (batch.fields["versions"] == self._engine.version) & (number == 0)
             batch.fields["checkable"] = newest & ~batch.fields["unreported"]
-            trained.append(self._train(batch, self._engine.version * count + number))
+            trained.append(self._train(batch, place))
         self._engine.version += 1
         figures = Figures.of_minibatches(trained)
         figures["recomputed"] = float(self._recompute)
+        if self._critic is not None and self._critic.explained_variance is not None:
+            figures[f"{PREFIX}explained_variance"] = self._critic.explained_variance
         checked, summed = figures.pop("checked_tokens", 0.0), figures.pop("sum_logprob_difference", 0.0)
         if checked:
             figures["mean_logprob_difference"] = summed / checked
@@ -92,8 +102,9 @@ class PolicyUpdate:
 
     def _prepare(self, batch: TokenBatch) -> TokenBatch:
         """Add everything the loss needs, before the first minibatch changes the weights."""
-        actor = self._actor
-        if actor.kl_ctl == 0:
+        if self._critic is not None and self._critic.is_alone(self._engine.version):
+            return _select(batch, torch.zeros(len(batch.temperatures), dtype=torch.bool))
+        if self._actor.kl_ctl == 0:
             batch = without_zero_advantages(batch)
         if not batch.spans:
             return batch
@@ -153,8 +164,8 @@ def rows_of_groups(groups: Sequence[GroupResult]) -> list[TrainRow]:
     return rows
 
 
-def token_batch(rows: Sequence[TrainRow], actor: ActorConfig) -> TokenBatch:
-    """Advantages are taken within each group, weights sum to 1 over the whole batch.
+def token_batch(rows: Sequence[TrainRow], actor: ActorConfig, critic: ValueUpdate | None = None) -> TokenBatch:
+    """Advantages are taken within each group or against a critic's values, weights sum to 1 over the whole batch.
 
     Truncated completions that are masked count for the advantages of the others.
     """
@@ -175,13 +186,16 @@ def token_batch(rows: Sequence[TrainRow], actor: ActorConfig) -> TokenBatch:
         "behaviour": gather("logprobs"),
         "versions": gather("versions"),
         "unreported": spread([each.row.recompute_logprobs for each in rows]),
-        "advantages": group_advantages(gather("returns"), peers, actor.group_baseline, actor.adv_norm, completions),
     }
     spans = [
         Span(each.row.input_ids, np.flatnonzero(mask), each.group, tuple(each.row.images))
         for each, mask in zip(rows, masks, strict=True)
     ]
     batch = TokenBatch(spans, gather("temperatures"), fields)
+    returns = gather("returns")
+    if critic is not None:
+        returns = critic.advantages(batch, returns, completions)
+    fields["advantages"] = group_advantages(returns, peers, actor.group_baseline, actor.adv_norm, completions)
     if actor.mask_truncated:
         truncated = np.concatenate([each.row.truncated_tokens()[mask] for each, mask in zip(rows, masks, strict=True)])
         batch = _select(batch, torch.from_numpy(~truncated))

@@ -102,7 +102,7 @@ def test_empty_section_is_the_default_section(tmp_path: Path) -> None:
             "rollout.max_head_offpolicy=1",
             "unknown setting rollout.max_head_offpolicy; did you mean rollout.max_head_offpolicyness?",
         ),
-        ("lr=1e-3", "unknown setting lr; did you mean actor.optimizer.lr?"),
+        ("lr=1e-3", "unknown setting lr; did you mean actor.optimizer.lr or critic.optimizer.lr?"),
         (
             "scheduler.kind=local",
             "unknown setting scheduler.kind; known here: address, heartbeat_seconds, max_restarts, nodes, "
@@ -146,6 +146,19 @@ def test_override_below_a_value_is_refused() -> None:
             ["gconfig.n_samples=1", "actor.group_baseline=none", "actor.adv_norm=group"],
             "actor.adv_norm=group needs gconfig.n_samples > 1",
         ),
+        (
+            ["critic.path=builtin:tiny-math"],
+            "critic.path=builtin:tiny-math takes advantages against values, and actor.group_baseline=mean against the "
+            "group; set actor.group_baseline=none",
+        ),
+        (
+            ["actor.gae_lambda=0.9"],
+            "actor.gae_lambda=0.9 needs a critic; set critic.path (usually builtin:tiny-math) or leave it out",
+        ),
+        (["actor.discount=0.9"], "actor.discount=0.9 needs a critic; set critic.path (usually builtin:tiny-math)"),
+        (["actor.discount=1.1"], "actor.discount must lie in [0, 1], got 1.1"),
+        (["critic.eps_clip=0"], "critic.eps_clip must be > 0, got 0.0; use null for no clip"),
+        (["critic.warmup_steps=-1"], "critic.warmup_steps must be >= 0, got -1"),
         (["actor.ppo_n_minibatches=64", "train_dataset.batch_size=32"], "actor.ppo_n_minibatches=64 exceeds"),
         (["rollout.in_process=true", "rollout.num_workers=2"], "rollout.in_process runs one worker"),
         (["rollout.max_head_offpolicyness=-1"], "rollout.max_head_offpolicyness must be >= 0, got -1; use 0 for"),
@@ -164,6 +177,14 @@ def test_values_and_combinations_that_mean_nothing_are_refused_by_their_full_nam
     words: list[str], message: str
 ) -> None:
     assert refusal(*words).startswith(message)
+
+
+def test_critic_needs_no_group(tmp_path: Path) -> None:
+    text = (
+        "{critic: {path: a/b, optimizer: {lr: 1.0e-3}}, actor: {group_baseline: none, gae_lambda: 0.9, discount: 0.99}}"
+    )
+    config = load_text(tmp_path, text, "gconfig.n_samples=1")
+    assert (config.critic.path, config.critic.optimizer.lr, config.actor.optimizer.lr) == ("a/b", 1e-3, 2e-4)
 
 
 def test_renamed_section_works_with_a_notice_and_an_override_wins_over_the_file(

@@ -8,6 +8,7 @@ import re
 import signal
 from pathlib import Path
 
+import pytest
 from real_runs import Start, rows_of
 
 STEPS = 10
@@ -18,12 +19,13 @@ SYNCHRONOUS = (
     "rollout.num_workers=2",
     "actor.recompute_logprob=true",
 )
+CRITIC = ("critic.path=builtin:tiny-math", "actor.group_baseline=none", "actor.gae_lambda=0.9", "gconfig.n_samples=1")
 
 
-def weights_of(run_dir: Path) -> str:
-    """A checksum of the last checkpoint's weights."""
-    model = run_dir / "checkpoints" / f"step-{STEPS:06d}" / "model.safetensors"
-    return hashlib.sha256(model.read_bytes()).hexdigest()
+def weights_of(run_dir: Path) -> list[str]:
+    """Checksums of the last checkpoint's weights, those of a critic too."""
+    files = sorted((run_dir / "checkpoints" / f"step-{STEPS:06d}").rglob("model.safetensors"))
+    return [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
 
 
 def test_same_seed_gives_the_same_weights_to_the_bit_and_another_seed_others(example: Start, run_dir: Path) -> None:
@@ -39,15 +41,20 @@ def test_same_seed_gives_the_same_weights_to_the_bit_and_another_seed_others(exa
     assert held_out["one"] == held_out["again"]
 
 
-def test_run_that_was_interrupted_ends_with_the_weights_of_one_that_was_not(example: Start, run_dir: Path) -> None:
-    run = example(*SYNCHRONOUS)
+@pytest.mark.parametrize("critic", [(), CRITIC], ids=["groups", "critic"])
+def test_run_that_was_interrupted_ends_with_the_weights_of_one_that_was_not(
+    example: Start, run_dir: Path, critic: tuple[str, ...]
+) -> None:
+    settings = (*SYNCHRONOUS, *critic)
+    run = example(*settings)
     assert run.wait() == 0, run.text
-    run = example(*SYNCHRONOUS, "trial_name=interrupted")
+    run = example(*settings, "trial_name=interrupted")
     run.wait_for(rf"^step [1-5]/{STEPS} ")
     run.kill(signal.SIGINT)
     assert run.wait() == 130, run.text
     assert re.search(rf"^stopped after step \d of {STEPS}; everything is saved", run.text, re.MULTILINE)
-    run = example(*SYNCHRONOUS, "trial_name=interrupted")
+    run = example(*settings, "trial_name=interrupted")
     assert run.wait() == 0, run.text
     assert "(resuming after step " in run.text
     assert weights_of(run_dir.with_name("interrupted")) == weights_of(run_dir)
+    assert len(weights_of(run_dir)) == (2 if critic else 1)

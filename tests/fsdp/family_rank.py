@@ -66,7 +66,7 @@ class Comparison:
 
     def _first_step(self) -> dict[str, float]:
         share = deal(family_batch(0), self._ranks.data)[self._rank // self._ranks.tensor]
-        logprobs = self._learner.logprobs(share.batch)
+        logprobs = self._learner.scores(share.batch)
         loss = self._train(0)
         gradients = {name: whole(each.grad) for name, each in self._learner.model.module.named_parameters()}
         return {
@@ -88,7 +88,7 @@ class Comparison:
 
     def _publish(self, directory: Path) -> None:
         """And the log-probs that an engine should find with what is published."""
-        logprobs = self._learner.logprobs(family_batch(STEPS))
+        logprobs = self._learner.scores(family_batch(STEPS))
         shards = RankWeightWriter(self._learner.model, directory, "").write(0).shards
         gathered: list[Any] = [None] * self._ranks.count
         dist.all_gather_object(gathered, [asdict(shard) for shard in shards])

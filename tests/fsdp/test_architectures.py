@@ -31,5 +31,5 @@ def _logprobs(model: Any, batch: TokenBatch) -> torch.Tensor:
     out = torch.empty(len(batch.temperatures))
     with torch.no_grad():
         for part in model.passes(batch.spans, 200):
-            out[part.order] = model.logprobs(part, batch.temperatures[part.order])
+            out[part.order] = model.scores(part, batch.temperatures[part.order])
     return out

@@ -23,7 +23,7 @@ VOCABULARY = 272
 PROMPT = 5
 
 
-def make_engine(seed: int = 1, **optimizer: Any) -> TrainingEngine:
+def make_engine(seed: int = 1, *, value_head: bool = False, **optimizer: Any) -> TrainingEngine:
     architecture = Architecture(
         family="qwen3",
         vocab_size=VOCABULARY,
@@ -35,6 +35,7 @@ def make_engine(seed: int = 1, **optimizer: Any) -> TrainingEngine:
         intermediate_size=32,
         max_positions=512,
         tied_embeddings=True,
+        value_head=value_head,
     )
     engine = TrainingEngine(architecture, OptimizerConfig(**{"lr": 1e-2, **optimizer}), total_steps=20)
     initialise(engine.decoder, torch.Generator().manual_seed(seed))

@@ -55,7 +55,7 @@ class TablePolicy:
             yield TablePass(torch.arange(begin, begin + len(span.asked)), [span])
             begin += len(span.asked)
 
-    def logprobs(self, part: TablePass, temperatures: Tensor) -> Tensor:
+    def scores(self, part: TablePass, temperatures: Tensor) -> Tensor:
         if torch.is_grad_enabled():
             self.trained.append((self.flat.detach().clone(), part.spans))
         before = np.concatenate([span.ids[span.asked - 1] for span in part.spans])

@@ -12,10 +12,11 @@ from chat_tokenizers import STYLES, chat_tokenizer
 from scripted_talk import Talk
 
 from areal.api.messages import Episode, GroupResult, Row
-from areal.config.training import ActorConfig, OptimizerConfig
+from areal.config.training import ActorConfig, CriticConfig, OptimizerConfig
 from areal.engine.model.architecture import Architecture
 from areal.engine.model.decoder import initialise
 from areal.engine.training.engine import TrainingEngine
+from areal.trainer.critic import ValueUpdate
 from areal.trainer.update import PolicyUpdate
 from areal.trajectory import Renderer, Tree, assign_reward, export
 
@@ -44,13 +45,26 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def gradient_of(groups: list[GroupResult], max_tokens: int = 16384, **settings: Any) -> torch.Tensor:
-    engine = TrainingEngine(SMALL, OptimizerConfig(gradient_clipping=0), total_steps=2, max_tokens_per_mb=max_tokens)
+def gradient_of(
+    groups: list[GroupResult], max_tokens: int = 16384, *, critic: bool = False, **settings: Any
+) -> torch.Tensor:
+    """Of the policy, and of the critic if there is one."""
+    engines = [random_engine(SMALL, max_tokens)]
+    actor, values = ActorConfig(eps_clip=0.9, **settings), None
+    if critic:
+        engines.append(random_engine(replace(SMALL, value_head=True), max_tokens))
+        values = ValueUpdate(engines[1], CriticConfig(), actor)
+    PolicyUpdate(engines[0], actor, None, seed=1, critic=values).step(groups)
+    return torch.cat([engine.flat_grad for engine in engines])
+
+
+def random_engine(architecture: Architecture, max_tokens: int) -> TrainingEngine:
+    optimizer = OptimizerConfig(gradient_clipping=0)
+    engine = TrainingEngine(architecture, optimizer, total_steps=2, max_tokens_per_mb=max_tokens)
     initialise(engine.decoder, torch.Generator().manual_seed(3))
     with torch.no_grad():
         engine.decoder.flat *= torch.where(engine.decoder.flat.abs() < 0.5, 10.0, 1.0)
-    PolicyUpdate(engine, ActorConfig(eps_clip=0.9, **settings), None, seed=1).step(groups)
-    return engine.flat_grad.clone()
+    return engine
 
 
 def random_tree(style: str, seed: int) -> Tree:
@@ -121,6 +135,8 @@ def concat(tree: Tree) -> list[Row]:
         {"loss_norm": "token", "adv_norm": "batch", "group_baseline": "none"},
         {"loss_norm": "completion", "adv_norm": "batch", "use_decoupled_loss": True, "behave_imp_weight_cap": None},
         {"loss_norm": "token", "adv_norm": "none", "recompute_logprob": True},
+        {"critic": True, "group_baseline": "none", "gae_lambda": 0.8, "discount": 0.9, "adv_norm": "batch"},
+        {"critic": True, "group_baseline": "none", "gae_lambda": 0.0, "loss_norm": "completion"},
     ],
     ids=lambda settings: "-".join(map(str, settings.values())),
 )

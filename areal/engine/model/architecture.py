@@ -42,6 +42,8 @@ class Architecture:
     norm_eps: float = 1e-6
     tied_embeddings: bool = False
     attention_bias: bool = False
+    value_head: bool = False
+    """A critic: one number after each token in place of logits."""
     eos_token_ids: tuple[int, ...] = ()
     """Not a shape: kept so that a saved model ends its answers as the loaded one did."""
 
@@ -141,7 +143,7 @@ def write_architecture(architecture: Architecture, directory: Path) -> None:
     """Write a `config.json` that Hugging Face's own classes load."""
     eos = architecture.eos_token_ids
     raw: dict[str, Any] = {
-        "architectures": [FAMILIES[architecture.family]],
+        "architectures": [_class_name(architecture)],
         "model_type": architecture.family,
         "vocab_size": architecture.vocab_size,
         "hidden_size": architecture.hidden_size,
@@ -168,7 +170,15 @@ def write_architecture(architecture: Architecture, directory: Path) -> None:
             "high_freq_factor": scaling.high_freq_factor,
             "original_max_position_embeddings": scaling.original_positions,
         }
+    if architecture.value_head:
+        raw |= {"id2label": {"0": "value"}, "label2id": {"value": 0}}
     (directory / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
+
+
+def _class_name(architecture: Architecture) -> str:
+    """A critic is what Hugging Face calls a sequence classifier with one label."""
+    name = FAMILIES[architecture.family]
+    return name.replace("ForCausalLM", "ForSequenceClassification") if architecture.value_head else name
 
 
 def rotary_frequencies(architecture: Architecture) -> list[float]:

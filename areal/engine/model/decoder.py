@@ -60,7 +60,10 @@ class Layer:
 
 
 class Decoder:
-    """A causal language model on one flat buffer; the buffer's device and dtype are those it computes in."""
+    """A causal language model on one flat buffer; the buffer's device and dtype are those it computes in.
+
+    With a value head it is a critic and has no logits.
+    """
 
     def __init__(self, architecture: Architecture, flat: Tensor | None = None, flat_grad: Tensor | None = None) -> None:
         """The parameters are views of `flat` (None = float32 zeros on the CPU).
@@ -110,6 +113,10 @@ class Decoder:
         """[..., D] -> [..., V]"""
         return linear(hidden, self.head, None)
 
+    def values(self, hidden: Tensor) -> Tensor:
+        """[..., D] -> [...], in float32 whatever `hidden` was computed in"""
+        return (hidden.float() * self.parameters["value_head"][0]).sum(-1)
+
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         size = x.shape[-1]
         if torch.is_grad_enabled() or not self._on_cpu:
@@ -146,7 +153,9 @@ def parameter_shapes(a: Architecture) -> dict[str, torch.Size]:
     qkv_rows = (a.num_heads + 2 * a.num_kv_heads) * e
     matrices = {"embedding": (a.vocab_size, d)}
     vectors = {"final_norm": (d,)}
-    if not a.tied_embeddings:
+    if a.value_head:
+        matrices["value_head"] = (1, d)
+    elif not a.tied_embeddings:
         matrices["head"] = (a.vocab_size, d)
     for i in range(a.num_layers):
         prefix = f"layers.{i}."

@@ -16,7 +16,14 @@ from areal.engine.model.architecture import Architecture
 from areal.engine.model.decoder import Decoder, parameter_views
 from areal.engine.model.device import CPU
 
-_WHOLE = {"embedding": "model.embed_tokens.weight", "head": "lm_head.weight", "final_norm": "model.norm.weight"}
+VALUE_HEAD = "score.weight"
+"""A critic's head, as sequence classifiers name it."""
+_WHOLE = {
+    "embedding": "model.embed_tokens.weight",
+    "head": "lm_head.weight",
+    "value_head": VALUE_HEAD,
+    "final_norm": "model.norm.weight",
+}
 _IN_LAYER = {
     "attention_norm": ("input_layernorm.weight",),
     "mlp_norm": ("post_attention_layernorm.weight",),
@@ -32,10 +39,16 @@ _IN_LAYER = {
 
 
 def load_weights(decoder: Decoder, directory: Path) -> None:
-    """Fill the decoder from every safetensors file of a Hugging Face directory."""
+    """Fill the decoder from every safetensors file of a Hugging Face directory.
+
+    A critic that starts from a language model values everything at 0 before it learns.
+    """
     files = _tensor_files(directory)
     with torch.no_grad():
         for name, part in named_weights(decoder):
+            if name == VALUE_HEAD and name not in files:
+                part.zero_()
+                continue
             if name not in files:
                 raise ModelError(f"the weights in {str(directory)!r} lack {name}")
             with _opened(files[name]) as file:

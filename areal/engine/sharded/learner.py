@@ -43,14 +43,14 @@ class RankLearner:
         """Parameters that every rank has whole. transformers adds up the gradients of some over the ranks in each
         backward pass, so what they hold then must be of that pass alone."""
 
-    def logprobs(self, batch: TokenBatch, model: ShardedModel | None = None) -> Tensor:
-        """Log-probability of every trained token of the share under the present weights, or those of `model`."""
+    def scores(self, batch: TokenBatch, model: ShardedModel | None = None) -> Tensor:
+        """One number for every trained token of the share under the present weights, or those of `model`."""
         model = model or self.model
         batch = batch.on(model.device)
         out = torch.empty(len(batch.temperatures), device=model.device)
         with torch.no_grad():
             for part, real in self._passes(batch, model):
-                found = model.logprobs(part, self._temperatures(part, batch, real))
+                found = model.scores(part, self._temperatures(part, batch, real))
                 if real:
                     out[part.order] = found
         model.reshard()
@@ -65,11 +65,11 @@ class RankLearner:
         batch = batch.on(self.model.device)
         parts = [Figures(mean={"loss": 0.0}, total={"forward_tokens": 0})]
         for part, real in self._passes(batch, self.model):
-            logprobs = self.model.logprobs(part, self._temperatures(part, batch, real))
+            scores = self.model.scores(part, self._temperatures(part, batch, real))
             if not real:
-                self._backward(logprobs.sum() * 0.0)
+                self._backward(scores.sum() * 0.0)
                 continue
-            value, figures = loss(logprobs, {name: values[part.order] for name, values in batch.fields.items()})
+            value, figures = loss(scores, {name: values[part.order] for name, values in batch.fields.items()})
             self._backward(value)
             parts += [figures, Figures(mean={"loss": value.detach()}, total={"forward_tokens": part.tokens})]
         share = Figures.of_passes(parts)

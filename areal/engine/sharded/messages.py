@@ -1,7 +1,7 @@
 """What the driver sends to the ranks."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -9,10 +9,13 @@ from areal.api.messages import Array
 from areal.config.parallel import Ranks
 from areal.config.training import ActorConfig
 from areal.engine.training.engine import Loss, TokenBatch
-from areal.engine.training.objective import PolicyObjective
+from areal.engine.training.objective import PolicyObjective, ValueObjective
 from areal.engine.training.packing import Span
 from areal.engine.training.supervised import MeanNll
 from areal.utils.wire import Wire
+
+Role = Literal["actor", "critic", "reference"]
+"""Of a model that the ranks hold. The reference is not trained."""
 
 
 @dataclass(frozen=True)
@@ -51,4 +54,4 @@ class Share:
 
 
 def rank_wire() -> Wire:
-    return Wire((Share, Span, PolicyObjective, MeanNll))
+    return Wire((Share, Span, PolicyObjective, ValueObjective, MeanNll))

@@ -26,8 +26,14 @@ from areal.engine.sharded.attention import PACKED_ATTENTION, packed_inputs, regi
 from areal.engine.sharded.trainable import has_experts, language_model_class, require_trainable
 from areal.engine.training.packing import HEAD_ELEMENTS, Pack, Span, pack, token_logprobs
 from areal.engine.transformers.file_layout import FileLayout
-from areal.engine.transformers.model import no_progress_bars
-from areal.utils.shorten import first_line
+from areal.engine.transformers.model import (
+    critic_class,
+    read_config,
+    read_critic,
+    read_module,
+    refuse_missing,
+    values_of,
+)
 
 
 class ShardedModel:
@@ -41,8 +47,12 @@ class ShardedModel:
         gradient_checkpointing: bool = False,
         offload: bool = False,
         trainable: bool = True,
+        value_head: bool = False,
     ) -> None:
-        """`dtype`: what is computed in; parameters and gradients are float32. `offload`: they rest in host memory."""
+        """`dtype`: what is computed in; parameters and gradients are float32. `offload`: they rest in host memory.
+
+        With a value head it is a critic, and gives values where a policy gives log-probs.
+        """
         if offload and device.type == "cpu":
             raise ModelError(
                 "actor.offload keeps a GPU's parameters in host memory, and this rank has no GPU; leave it out"
@@ -50,13 +60,14 @@ class ShardedModel:
         require_trainable(directory, ranks)
         register_packed_attention()
         self.device = device
-        self._autocast = dtype == "bfloat16" and ranks.data == 1
+        mixed = dtype == "bfloat16"
+        self._autocast = mixed and ranks.data == 1
         """FSDP computes in bfloat16 by itself, and there is none."""
-        self.module = _open(directory, ranks, device, mixed=dtype == "bfloat16", offload=offload).eval()
+        self.module = _open(directory, ranks, device, mixed=mixed, offload=offload, value_head=value_head).eval()
         self.module.requires_grad_(trainable)
         self._layout = FileLayout(self.module)
         # FSDP's hooks are those of the module's call, so what it computes when it is called must be all of a pass.
-        self.module.forward = MethodType(_logprobs, self.module)
+        self.module.forward = MethodType(_values if value_head else _logprobs, self.module)
         if gradient_checkpointing:
             _checkpoint_layers(self.module)
 
@@ -70,8 +81,8 @@ class ShardedModel:
         (smallest,) = self.passes([Span(np.zeros(2, np.int64), np.ones(1, np.int64), 0)], 1)
         return smallest
 
-    def logprobs(self, part: Pack, temperatures: Tensor) -> Tensor:
-        """Log-probability of each asked token of a pass, in its order; differentiable."""
+    def scores(self, part: Pack, temperatures: Tensor) -> Tensor:
+        """One number for each asked token of a pass, as a `TrainableModel` gives them."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self._autocast):
             found: Tensor = self.module(part, temperatures)
         return found
@@ -113,6 +124,11 @@ def _logprobs(module: Any, part: Pack, temperatures: Tensor) -> Tensor:
     return torch.cat([checkpoint(of_piece, *piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces])
 
 
+def _values(critic: Any, part: Pack, temperatures: Tensor) -> Tensor:
+    """The forward pass of a critic."""
+    return values_of(critic, critic.base_model(**packed_inputs(part)).last_hidden_state[0, part.sources])
+
+
 def _checkpoint_layers(module: Any) -> None:
     """Compute the layers again in the backward pass instead of keeping their activations."""
     from transformers.modeling_layers import GradientCheckpointingLayer
@@ -128,7 +144,7 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _open(directory: Path, ranks: Ranks, device: torch.device, *, mixed: bool, offload: bool) -> Any:
+def _open(directory: Path, ranks: Ranks, device: torch.device, *, mixed: bool, offload: bool, value_head: bool) -> Any:
     from transformers.distributed import DistributedConfig
 
     spread = DistributedConfig(
@@ -140,19 +156,15 @@ def _open(directory: Path, ranks: Ranks, device: torch.device, *, mixed: bool, o
         fsdp_mixed_precision=mixed,
         fsdp_cpu_offload=offload,
     )
-    try:
-        with no_progress_bars():
-            module, info = _class_for(directory).from_pretrained(
-                directory,
-                dtype=torch.float32,
-                attn_implementation=PACKED_ATTENTION,
-                distributed_config=spread if ranks.count > 1 else None,
-                output_loading_info=True,
-            )
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ModelError(f"transformers cannot load the model in {str(directory)!r}: {first_line(error)}") from None
-    if missing := sorted(info["missing_keys"]):
-        raise ModelError(f"the weights in {str(directory)!r} lack {', '.join(missing[:5])}")
+    options = {
+        "attn_implementation": PACKED_ATTENTION,
+        "distributed_config": spread if ranks.count > 1 else None,
+    }
+    if value_head:
+        module = read_critic(critic_class(read_config(directory)), directory, **options)
+    else:
+        module, missing = read_module(_class_for(directory), directory, **options)
+        refuse_missing(missing, directory)
     return module if ranks.count > 1 else module.to(device)
 
 

@@ -24,11 +24,12 @@ import torch.distributed as dist
 from areal.api.engine_api import WeightUpdate
 from areal.api.errors import ModelError
 from areal.api.messages import RANK_ROLE
+from areal.config.training import OptimizerConfig
 from areal.engine.model.device import find_device
 from areal.engine.sharded.checkpoint import CheckpointWriter, load_optimizer
 from areal.engine.sharded.export import RankWeightWriter
 from areal.engine.sharded.learner import RankLearner
-from areal.engine.sharded.messages import RankSetup, Share, rank_wire
+from areal.engine.sharded.messages import RankSetup, Role, Share, rank_wire
 from areal.engine.sharded.model import ShardedModel
 from areal.infra.rpc.channel import Handler
 from areal.infra.rpc.connect import connect_to_driver, own_address, read_secret, serve
@@ -53,10 +54,10 @@ class Rank:
         self._thread = ThreadPoolExecutor(1, "rank")
         self._store: dist.TCPStore | None = None
         self._setup: RankSetup | None = None
-        self._learner: RankLearner | None = None
+        self._learners: dict[Role, RankLearner] = {}
         self._reference: ShardedModel | None = None
         self._writer: RankWeightWriter | None = None
-        self._checkpoints: CheckpointWriter | None = None
+        self._checkpoints: dict[Role, CheckpointWriter] = {}
 
     @property
     def handlers(self) -> dict[str, Handler]:
@@ -71,7 +72,7 @@ class Rank:
             self.set_up,
             self.open_model,
             self.open_reference,
-            self.logprobs,
+            self.scores,
             self.train_batch,
             self.publish,
             self.begin_checkpoint,
@@ -107,32 +108,40 @@ class Rank:
             world_size=setup.ranks.count,
             timeout=timedelta(seconds=COLLECTIVE_SECONDS),
         )
-        self._checkpoints = CheckpointWriter()
 
-    def open_model(self, directory: str, with_optimizer: bool) -> None:
-        """Read a model, or a checkpoint with the optimizer's moments, in place of what was open."""
-        setup, self._learner, self._writer = self._known_setup, None, None
-        self._learner = RankLearner(
-            self._opened(directory, trainable=True),
+    def open_model(self, role: Role, directory: str, with_optimizer: bool, packed_optimizer: bytes) -> None:
+        """Read a model, or a checkpoint with the optimizer's moments, in place of what was open in its role."""
+        setup = self._known_setup
+        optimizer: OptimizerConfig = pickle.loads(packed_optimizer)
+        self._learners.pop(role, None)
+        if role == "actor":
+            self._writer = None
+        learner = RankLearner(
+            self._opened(directory, trainable=True, value_head=role == "critic"),
             setup.ranks,
-            setup.actor.optimizer,
+            optimizer,
             total_steps=setup.total_steps,
             max_tokens_per_mb=setup.actor.max_tokens_per_mb,
         )
         if with_optimizer:
-            load_optimizer(self._learner, Path(directory))
+            load_optimizer(learner, Path(directory))
+        self._learners[role] = learner
+        if role not in self._checkpoints:
+            self._checkpoints[role] = CheckpointWriter()
 
     def open_reference(self, directory: str) -> None:
         self._reference = self._opened(directory, trainable=False)
 
-    def logprobs(self, packed: bytes, of_reference: bool) -> Any:
+    def scores(self, role: Role, packed: bytes) -> Any:
         share: Share = rank_wire().unpack(packed)
-        return self._open_learner.logprobs(share.batch(), self._reference if of_reference else None).numpy()
+        if role == "reference":
+            return self._learners["actor"].scores(share.batch(), self._reference).numpy()
+        return self._learners[role].scores(share.batch()).numpy()
 
-    def train_batch(self, packed: bytes) -> tuple[dict[str, dict[str, float]], float]:
+    def train_batch(self, role: Role, packed: bytes) -> tuple[dict[str, dict[str, float]], float]:
         share: Share = rank_wire().unpack(packed)
         assert share.loss is not None, "a batch that is trained has a loss"
-        figures, norm = self._open_learner.train_batch(share.batch(), share.loss, share.place)
+        figures, norm = self._learners[role].train_batch(share.batch(), share.loss, share.place)
         return figures.by_kind(), norm
 
     def publish(self, version: int) -> WeightUpdate:
@@ -140,21 +149,19 @@ class Rank:
         if self._writer is None:
             place = shared()
             assert place is not None, "a keeper has started this process"
-            self._writer = RankWeightWriter(self._open_learner.model, place / PUBLISHED, self._address)
+            self._writer = RankWeightWriter(self._learners["actor"].model, place / PUBLISHED, self._address)
         self._shipper.published = self._writer.write(version)
         return self._shipper.published
 
-    def begin_checkpoint(self, directory: str) -> None:
+    def begin_checkpoint(self, role: Role, directory: str) -> None:
         """Returns once copies have been taken."""
-        assert self._checkpoints is not None, "set_up comes first"
-        self._checkpoints.begin(self._open_learner, Path(directory))
+        self._checkpoints[role].begin(self._learners[role], Path(directory))
 
-    async def finish_checkpoint(self) -> None:
+    async def finish_checkpoint(self, role: Role) -> None:
         """Beside whatever the thread computes."""
-        assert self._checkpoints is not None, "set_up comes first"
-        await asyncio.to_thread(self._checkpoints.finish)
+        await asyncio.to_thread(self._checkpoints[role].finish)
 
-    def _opened(self, directory: str, *, trainable: bool) -> ShardedModel:
+    def _opened(self, directory: str, *, trainable: bool, value_head: bool = False) -> ShardedModel:
         setup = self._known_setup
         if not is_here(Path(directory)):
             raise ModelError(
@@ -169,17 +176,13 @@ class Rank:
             gradient_checkpointing=trainable and setup.actor.gradient_checkpointing,
             offload=setup.actor.offload,
             trainable=trainable,
+            value_head=value_head,
         )
 
     @property
     def _known_setup(self) -> RankSetup:
         assert self._setup is not None, "set_up comes first"
         return self._setup
-
-    @property
-    def _open_learner(self) -> RankLearner:
-        assert self._learner is not None, "open_model comes first"
-        return self._learner
 
 
 def _interface_of(address: str) -> str:

@@ -2,7 +2,8 @@
 
 A batch is flat: the N positions whose tokens are trained, and every per-token figure as a tensor [N]. The loss sums
 over positions with weights that the caller chose for the whole batch, so how the batch is cut into passes does not
-change the gradient. How a pass computes log-probs is up to the `TrainableModel`.
+change the gradient. A `TrainableModel` gives one number for each of these positions: its token's log-probability, or
+if the model is a critic, the value before that token. How a pass computes them is up to it.
 
 Callers see host tensors only. A batch is sent to the model's device once, and nothing waits for that device until all
 passes of the batch are under way; then the figures and the gradient's norm come back.
@@ -32,7 +33,7 @@ from areal.engine.training.moments import KINDS, Moments, load_moments, save_mom
 from areal.engine.training.packing import PackedDecoder, Span
 
 Loss = Callable[[Tensor, dict[str, Tensor]], tuple[Tensor, Figures]]
-"""(log-probs [n], per-token fields [n]) -> (summed weighted loss, figures)"""
+"""(scores [n], per-token fields [n]) -> (summed weighted loss, figures)"""
 
 
 @dataclass
@@ -85,8 +86,11 @@ class TrainableModel(Protocol):
         """Cut spans into passes of at most `max_tokens` tokens; a single longer sequence gets a pass of its own."""
         ...
 
-    def logprobs(self, part: Any, temperatures: Tensor) -> Tensor:
-        """Log-probability of each asked token of a pass, in its order; differentiable."""
+    def scores(self, part: Any, temperatures: Tensor) -> Tensor:
+        """One number for each asked token of a pass, in its order; differentiable.
+
+        Its log-probability, or of a critic, the value before it, which no temperature changes.
+        """
         ...
 
     def named_weights(self) -> NamedTensors:
@@ -107,7 +111,7 @@ class TrainableModel(Protocol):
 
 
 class ScoringEngine:
-    """Computes log-probs. A frozen model, which the reference is, takes the memory of its weights only."""
+    """Computes scores. A frozen model, which the reference is, takes the memory of its weights only."""
 
     def __init__(self, model: TrainableModel, *, max_tokens_per_mb: int = 16384, dtype: str = "float32") -> None:
         """With `dtype` bfloat16 matrix products and attention are computed in it."""
@@ -119,19 +123,26 @@ class ScoringEngine:
 
     def logprobs(self, batch: TokenBatch) -> Tensor:
         """Log-probability of every trained token [N] under the present weights, on the host."""
+        return self._scored(batch)
+
+    def values(self, batch: TokenBatch) -> Tensor:
+        """What a critic expects before every trained token [N], on the host."""
+        return self._scored(batch)
+
+    def _scored(self, batch: TokenBatch) -> Tensor:
         batch = batch.on(self.device)
         out = self.flat.new_empty(len(batch.temperatures))
         with torch.no_grad():
             for part in self._passes(batch):
-                out[part.order] = self._logprobs(part, batch)
+                out[part.order] = self._scores(part, batch)
         return to_host(out)[0]
 
     def _passes(self, batch: TokenBatch) -> Iterable[Pass]:
         return self.model.passes(batch.spans, self.max_tokens_per_mb)
 
-    def _logprobs(self, part: Pass, batch: TokenBatch) -> Tensor:
+    def _scores(self, part: Pass, batch: TokenBatch) -> Tensor:
         with self._arithmetic():
-            return self.model.logprobs(part, batch.temperatures[part.order])
+            return self.model.scores(part, batch.temperatures[part.order])
 
     def _arithmetic(self) -> AbstractContextManager[Any]:
         if self._dtype == "float32":
@@ -186,7 +197,7 @@ class TrainingEngine(ScoringEngine):
         batch = batch.on(self.device)
         for part in self._passes(batch) if batch.spans else ():
             fields = {name: values[part.order] for name, values in batch.fields.items()}
-            value, figures = loss(self._logprobs(part, batch), fields)
+            value, figures = loss(self._scores(part, batch), fields)
             value.backward()
             parts += [figures, Figures(mean={"loss": value.detach()}, total={"forward_tokens": part.tokens})]
         whole = Figures.of_passes(parts)

@@ -51,6 +51,14 @@ class Figures(dict[str, float]):
             for kind in Kind
         }
 
+    def under(self, prefix: str) -> "Figures":
+        """The same figures with names that begin with `prefix`."""
+        kinds = {
+            kind: {f"{prefix}{name}": value for name, value in values.items()}
+            for kind, values in self.by_kind().items()
+        }
+        return Figures(**kinds)
+
     @classmethod
     def of_passes(cls, parts: Iterable["Figures"]) -> "Figures":
         """The figures of one minibatch from those of its passes."""

@@ -1,4 +1,7 @@
-"""What a training run asks of whatever holds the weights that it trains: one process (engine.py), or several ranks."""
+"""What a training run asks of whatever holds the weights that it trains: one process (engine.py), or several ranks.
+
+A `Learner` is the policy, a `Critic` the value model beside it.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,19 +20,13 @@ class LogProbs(Protocol):
         ...
 
 
-class Learner(LogProbs, Protocol):
-    version: int
-
+class Trained(Protocol):
     def train_batch(self, batch: TokenBatch, loss: Loss, place: int | None = None) -> Figures:
         """One optimizer step, or none for an empty batch; returns the loss's figures and the step's own.
 
         `place` is the step's place in the learning-rate schedule, from 0; None = the one after the last. Raises
         NonFiniteUpdate, with weights and optimizer as they were, if loss or gradient are not finite.
         """
-        ...
-
-    def publish(self) -> WeightUpdate:
-        """The weights as the present version, for engines; the previous version stays readable."""
         ...
 
     def begin_checkpoint(self, directory: Path) -> Callable[[], None] | None:
@@ -45,4 +42,18 @@ class Learner(LogProbs, Protocol):
 
     def load_checkpoint(self, directory: Path, state: dict[str, Any]) -> None: ...
 
+
+class Learner(LogProbs, Trained, Protocol):
+    version: int
+
+    def publish(self) -> WeightUpdate:
+        """The weights as the present version, for engines; the previous version stays readable."""
+        ...
+
     def close(self) -> None: ...
+
+
+class Critic(Trained, Protocol):
+    def values(self, batch: TokenBatch) -> Tensor:
+        """What is expected before every trained token [N], under the present weights, on the host."""
+        ...

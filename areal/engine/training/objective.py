@@ -1,10 +1,11 @@
-"""The loss of a policy update, as a value: the ranks of a sharded model are sent it."""
+"""The losses of a policy and of its critic, as values: the ranks of a sharded model are sent them."""
 
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from areal.algorithms.losses import clipped_loss, decoupled_loss, kl_penalty
+from areal.algorithms.values import value_loss
 from areal.config.training import ActorConfig
 from areal.engine.training.figures import Figures
 
@@ -68,3 +69,15 @@ class PolicyObjective:
             "checked_tokens": fields["checkable"].sum(),
         }
         return loss, Figures(mean=means, total=totals, maximum={"max_logprob_difference": difference.max()})
+
+
+@dataclass(frozen=True)
+class ValueObjective:
+    """A `Loss` of values, against the `targets` and the `old_values` that areal/trainer/critic.py makes."""
+
+    eps_clip: float | None
+
+    def __call__(self, values: Tensor, fields: dict[str, Tensor]) -> tuple[Tensor, Figures]:
+        weights = fields["weights"]
+        found = value_loss(values, fields["old_values"], fields["targets"], self.eps_clip)
+        return (found.loss * weights).sum(), Figures(mean={"clip_ratio": (found.clipped * weights).sum()})

@@ -69,9 +69,11 @@ class PackedDecoder:
     def passes(self, spans: Sequence[Span], max_tokens: int) -> "Iterator[Pack]":
         return (part.on(self.flat.device) for part in pack(spans, max_tokens))
 
-    def logprobs(self, part: "Pack", temperatures: Tensor) -> Tensor:
+    def scores(self, part: "Pack", temperatures: Tensor) -> Tensor:
         checkpointing = self._gradient_checkpointing and torch.is_grad_enabled()
         hidden = self.decoder.hidden(part.ids, part.positions, part.attend, checkpointing=checkpointing)[part.sources]
+        if self.decoder.architecture.value_head:
+            return self.decoder.values(hidden)
         rows = max(1, HEAD_ELEMENTS // self.decoder.architecture.vocab_size)
         pieces = list(zip(hidden.split(rows), part.targets.split(rows), temperatures.split(rows), strict=True))
         if len(pieces) == 1:

@@ -22,6 +22,7 @@ from areal.api.errors import ModelError, RequestError
 from areal.api.messages import Array
 from areal.engine.model.device import CPU, to_device
 from areal.engine.model.published import NamedTensors
+from areal.engine.model.weights import VALUE_HEAD
 from areal.engine.transformers.file_layout import FileLayout
 from areal.engine.transformers.images import ImageInputs, Images
 from areal.utils.shorten import first_line
@@ -33,14 +34,21 @@ _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_
 
 class TransformersModel:
     def __init__(
-        self, directory: Path, *, trainable: bool = False, device: torch.device = CPU, with_weights: bool = True
+        self,
+        directory: Path,
+        *,
+        trainable: bool = False,
+        device: torch.device = CPU,
+        with_weights: bool = True,
+        value_head: bool = False,
     ) -> None:
         """Read a Hugging Face directory to `device`; gradients of a trainable model accumulate in `flat_grad`.
 
-        Without weights it has random ones, until some are published to it.
+        Without weights it has random ones, until some are published to it. With a value head it is a critic.
         """
         self.directory = directory
-        self.module = _load(directory, with_weights)
+        self.value_head = value_head
+        self.module = _load(directory, with_weights, value_head)
         config = self.module.config
         text = config.get_text_config()
         self.vocab_size: int = text.vocab_size
@@ -90,6 +98,10 @@ class TransformersModel:
             logits = logits.index_fill(-1, self._placeholders_there, -torch.inf)
         return logits
 
+    def values(self, ids: Tensor) -> Tensor:
+        """What a critic expects [B,L] after each token of `ids` [B,L]."""
+        return values_of(self.module, self.module.base_model(input_ids=ids, use_cache=False).last_hidden_state)
+
     def sent(self, tensor: Tensor) -> Tensor:
         """A host tensor on the model's device."""
         return to_device(tensor, self.device)
@@ -132,7 +144,7 @@ class TransformersModel:
 
     def load(self, directory: Path) -> None:
         """Take the weights of another directory of the same architecture."""
-        flat, _ = _flatten(_load(directory))
+        flat, _ = _flatten(_load(directory, value_head=self.value_head))
         if flat.shape != self.flat.shape:
             raise ModelError(f"{str(directory)!r} holds {len(flat)} parameters, this model has {len(self.flat)}")
         self.flat.copy_(flat)
@@ -169,21 +181,74 @@ class TransformersModel:
         return [name for name in names if name in self._parameters]
 
 
-def _load(directory: Path, with_weights: bool = True) -> Any:
+def _load(directory: Path, with_weights: bool = True, value_head: bool = False) -> Any:
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     config = read_config(directory)
+    if value_head:
+        return read_critic(critic_class(config), directory).eval()
     loader = AutoModelForImageTextToText if _takes_images(config) else AutoModelForCausalLM
     if not with_weights:
         return loader.from_config(config, dtype=torch.float32).eval()
+    module, missing = read_module(loader, directory)
+    refuse_missing(missing, directory)
+    return module.eval()
+
+
+def read_module(loader: Any, directory: Path, **options: Any) -> tuple[Any, set[str]]:
+    """What a class of transformers makes of a directory, in float32, and the names of weights that are not there."""
     try:
         with no_progress_bars():
-            module, info = loader.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
+            module, info = loader.from_pretrained(directory, dtype=torch.float32, output_loading_info=True, **options)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelError(f"transformers cannot load the model in {str(directory)!r}: {first_line(error)}") from None
-    if missing := sorted(info["missing_keys"]):
-        raise ModelError(f"the weights in {str(directory)!r} lack {', '.join(missing[:5])}")
-    return module.eval()
+    return module, set(info["missing_keys"])
+
+
+def refuse_missing(names: set[str], directory: Path) -> None:
+    if names:
+        raise ModelError(f"the weights in {str(directory)!r} lack {', '.join(sorted(names)[:5])}")
+
+
+def critic_class(config: Any) -> Any:
+    """transformers' class for a critic: its sequence classifiers have one linear head on the hidden states."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+
+    if _takes_images(config) or type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        raise ModelError(
+            f"a critic must be a language model that transformers has a sequence classifier of, got a "
+            f"{config.model_type}; set critic.path to another model, or leave it out"
+        )
+    return MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
+
+
+def read_critic(loader: Any, directory: Path, **options: Any) -> Any:
+    """A sequence classifier with one label; one that starts from a language model values everything at 0."""
+    with _no_load_report():
+        module, missing = read_module(loader, directory, num_labels=1, **options)
+    refuse_missing(missing - {VALUE_HEAD}, directory)
+    if missing:
+        with torch.no_grad():
+            module.score.weight.zero_()
+    return module
+
+
+@contextmanager
+def _no_load_report() -> Iterator[None]:
+    """Keep transformers from warning of a head that is new, and of one that is left out."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+def values_of(critic: Any, hidden: Tensor) -> Tensor:
+    """[..., D] -> [...], in float32 whatever `hidden` was computed in"""
+    return (hidden.float() * critic.score.weight[0].float()).sum(-1)
 
 
 def _flatten(module: nn.Module) -> tuple[Tensor, int]:

@@ -61,7 +61,9 @@ class TransformersTraining:
         if part:
             yield self._pass(part)
 
-    def logprobs(self, part: PaddedPass, temperatures: Tensor) -> Tensor:
+    def scores(self, part: PaddedPass, temperatures: Tensor) -> Tensor:
+        if self.model.value_head:
+            return self.model.values(part.ids)[part.picks[0], part.columns[part.picks[1]]]
         logits = self.model.logits(part.ids, part.images, part.columns)
         return token_logprobs(logits[part.picks], part.targets, temperatures)
 
