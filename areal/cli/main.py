@@ -102,7 +102,7 @@ def _declare_simulate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--latency", required=True, metavar="TRACE", help="a run's directory, a trace file, or lognormal:mean=0.5"
     )
-    parser.add_argument("--eta", type=int, nargs="+", default=[0, 1, 2, 4], help="rollout.max_head_offpolicyness")
+    parser.add_argument("--eta", type=int, nargs="+", help="rollout.max_head_offpolicyness (0 1 2 4; with --gpus 4)")
     for name, default, what in (
         ("engines", 1, "inference engines"),
         ("trainers", 1, "data-parallel trainers"),
@@ -113,6 +113,12 @@ def _declare_simulate(parser: argparse.ArgumentParser) -> None:
         ("steps", 50, "training steps"),
     ):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{what} ({default})")
+    parser.add_argument("--machines", metavar="FILE", help="a model and the GPUs and hosts that it is trained on")
+    sizes = parser.add_mutually_exclusive_group()
+    sizes.add_argument("--ranks", metavar="fsdp:dNtM", help="who trains, on --machines; --engines generate")
+    sizes.add_argument("--gpus", type=int, nargs="+", metavar="N", help="so many of --machines, divided for the model")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="other figures than in --machines")
+    parser.add_argument("--compare", nargs="+", default=[], metavar="KEY=VALUE", help="the same again with these")
     parser.add_argument("--cores", type=float, help="everything shares one machine with this many cores")
     parser.add_argument("--save", metavar="FILE", help="write the trace to a file, to edit it")
     parser.add_argument("--plot", metavar="FILE", help="draw throughput and idle time over eta")
@@ -195,7 +201,7 @@ VERBS = {
     "simulate": Verb(
         "predict speed, idle time and staleness on machines you do not have",
         _declare_simulate,
-        "areal simulate --engines 64 --trainers 32 --latency lognormal:mean=30,sigma=1,tokens=4000",
+        "areal simulate --machines examples/simulation/h100-7b.yaml --gpus 8 64 --latency lognormal:mean=5,tokens=3000",
     ),
     "new": Verb("write a workflow or an agent to start from", _declare_new, "areal new agent my_search"),
     "check": Verb(

@@ -42,12 +42,16 @@ class EngineSpeed:
     """All requests together when there are very many."""
     swap_seconds: float = 0.0
     """How long new weights stop it."""
+    recompute_token_seconds: float = 0.0
+    """What it takes to compute a token again, of a prompt or an answer that another engine had begun."""
 
 
 @dataclass(frozen=True)
 class ClientSpeed:
     call_seconds: float = 0.0
     """Processor time that one call costs the worker process that runs the agent."""
+    token_seconds: float = 0.0
+    """The same for each token of its answer."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,7 @@ class Trace:
 
 
 def read_trace(source: str) -> Trace:
-    """A JSON file, or `lognormal:mean=0.5,sigma=1.0,tokens=200,turns=3`. Raises TraceError."""
+    """A JSON file, or `lognormal:mean=0.5,sigma=1.0,tokens=200,turns=3,spread=0.5`. Raises TraceError."""
     if source.startswith("lognormal:"):
         return _synthetic(source.removeprefix("lognormal:"))
     try:
@@ -85,10 +89,10 @@ def read_trace(source: str) -> Trace:
     if unknown := sorted(set(content) - {"episodes", *parts}):
         raise TraceError(f"{source} has no use for {', '.join(unknown)}; it knows episodes, {', '.join(parts)}")
     episodes = [
-        [_numbers(Turn, turn, f"episode {number}") for turn in _turns(turns, number)]
+        [numbers_of(Turn, turn, f"episode {number}") for turn in _turns(turns, number)]
         for number, turns in enumerate(content["episodes"])
     ]
-    return Trace(episodes, **{name: _numbers(kind, content.get(name, {}), name) for name, kind in parts.items()})
+    return Trace(episodes, **{name: numbers_of(kind, content.get(name, {}), name) for name, kind in parts.items()})
 
 
 def _turns(turns: Any, number: int) -> list[Any]:
@@ -97,14 +101,18 @@ def _turns(turns: Any, number: int) -> list[Any]:
     return turns
 
 
-def _numbers(kind: type[T], values: Any, where: str) -> T:
-    """A dataclass of numbers from a JSON object; all of them finite and none negative."""
+def numbers_of(kind: type[T], values: Any, where: str) -> T:
+    """A dataclass of numbers from an object; all of them finite and none negative. A few fields are booleans."""
     names = [each.name for each in dataclasses.fields(kind)]  # type: ignore[arg-type]
     if not isinstance(values, dict):
         raise TraceError(f"{where} must be an object with {', '.join(names)}, got {values!r:.80}")
     for name, value in values.items():
         if name not in names:
             raise TraceError(f"{where} has no {name!r}; it has {', '.join(names)}")
+        if isinstance(getattr(kind, name, None), bool):
+            if not isinstance(value, bool):
+                raise TraceError(f"{where}: {name} must be true or false, got {value!r:.80}")
+            continue
         if not _is_amount(value):
             raise TraceError(f"{where}: {name} must be a number >= 0, got {value!r:.80}")
         if name.endswith("_per_second") and value == 0:
@@ -116,27 +124,32 @@ def _numbers(kind: type[T], values: Any, where: str) -> T:
 
 
 def _synthetic(words: str) -> Trace:
-    """Waits drawn from a lognormal distribution of that mean; the same every time."""
-    given = {"mean": 0.5, "sigma": 1.0, "tokens": 200.0, "turns": 1.0}
+    """Waits, and with a `spread` also lengths, drawn from lognormal distributions of that mean; the same every time."""
+    given = {"mean": 0.5, "sigma": 1.0, "tokens": 200.0, "turns": 1.0, "spread": 0.0}
+    names = ", ".join(given)
     for word in filter(None, words.split(",")):
         name, _, text = word.partition("=")
         try:
             given[name] = float(text)
         except ValueError:
             raise TraceError(f"lognormal: {name} must be a number, got {text!r}") from None
-    if unknown := sorted(set(given) - {"mean", "sigma", "tokens", "turns"}):
-        raise TraceError(f"lognormal: has no {', '.join(unknown)}; it has mean, sigma, tokens, turns")
+    if unknown := sorted(set(given) - set(names.split(", "))):
+        raise TraceError(f"lognormal: has no {', '.join(unknown)}; it has {names}")
     finite = all(map(math.isfinite, given.values()))
-    if not finite or min(given["mean"], given["tokens"]) <= 0 or given["turns"] < 1 or given["sigma"] < 0:
-        raise TraceError(f"lognormal: needs mean > 0, tokens > 0, turns >= 1, sigma >= 0, got {words}")
-    draw = random.Random(0)
-    location = math.log(given["mean"]) - given["sigma"] ** 2 / 2
-    return Trace(
-        [
-            [Turn(draw.lognormvariate(location, given["sigma"]), given["tokens"]) for _ in range(int(given["turns"]))]
-            for _ in range(4096)
-        ]
-    )
+    least = min(given["sigma"], given["spread"])
+    if not finite or min(given["mean"], given["tokens"]) <= 0 or given["turns"] < 1 or least < 0:
+        raise TraceError(f"lognormal: needs mean > 0, tokens > 0, turns >= 1, sigma >= 0, spread >= 0, got {words}")
+    wait, length = random.Random(0), random.Random(1)
+
+    def turn() -> Turn:
+        tokens = _lognormal(length, given["tokens"], given["spread"]) if given["spread"] else given["tokens"]
+        return Turn(_lognormal(wait, given["mean"], given["sigma"]), tokens)
+
+    return Trace([[turn() for _ in range(int(given["turns"]))] for _ in range(4096)])
+
+
+def _lognormal(draw: random.Random, mean: float, sigma: float) -> float:
+    return draw.lognormvariate(math.log(mean) - sigma**2 / 2, sigma)
 
 
 QUICKEST = 0.02

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal.simulation.scenario import run_virtually
-from areal.simulation.servers import Machine, SharedServer
+from areal.simulation.servers import Machine, Router, SharedServer
 
 
 def now() -> float:
@@ -57,6 +57,46 @@ def test_a_swap_stops_every_job_for_its_time() -> None:
         return await job
 
     assert run_virtually(play()) == pytest.approx(12.0)
+
+
+def test_a_swap_that_is_broken_off_lets_jobs_go_on() -> None:
+    async def play() -> float:
+        server = SharedServer(0.0, 1.0)
+        job = asyncio.ensure_future(served(server, 2))
+        swap = asyncio.ensure_future(server.hold(10))
+        await asyncio.sleep(1)
+        swap.cancel()
+        return await job
+
+    assert run_virtually(play()) == pytest.approx(3.0)
+
+
+def test_a_lost_server_says_what_was_left_of_each_job() -> None:
+    async def play() -> list[float]:
+        server = SharedServer(0.0, 1.0)
+        jobs = [asyncio.ensure_future(server.serve(work)) for work in (2, 4)]
+        await asyncio.sleep(2)  # a unit for each
+        assert server.lose_jobs() == pytest.approx(2.0)
+        return [lost.undone for lost in await asyncio.gather(*jobs, return_exceptions=True)]  # type: ignore[union-attr]
+
+    assert run_virtually(play()) == pytest.approx([1.0, 3.0])
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=30))
+def test_a_router_finds_the_least_loaded_server_that_is_up(moves: list[tuple[int, bool]]) -> None:
+    async def play() -> None:
+        servers = [SharedServer(0.0, 1.0) for _ in range(4)]
+        router, up, jobs = Router(servers), set(range(4)), []
+        for place, comes_up in moves:
+            (router.bring_up if comes_up else router.take_down)(servers[place])
+            (up.add if comes_up else up.discard)(place)
+            if up:
+                least = await router.least_loaded()
+                assert least is servers[min(up, key=lambda each: (servers[each].jobs, each))]
+                jobs.append(asyncio.ensure_future(least.serve(5)))
+                await asyncio.sleep(0.5)
+
+    run_virtually(play())
 
 
 def test_a_cancelled_caller_does_not_disturb_the_others() -> None:
