@@ -93,8 +93,10 @@ def _explained(directory: Path, temporary: Path) -> Iterator[None]:
 
 
 def load_checkpoint(directory: Path, engine: Learner, critic: Trained | None = None) -> dict[str, Any]:
-    """Restore the engine and the critic; returns the trainer's state. Raises DamagedCheckpoint if it is not what was
-    saved. A critic that was not saved stays as it is."""
+    """Restore the engine and the critic; returns the trainer's state.
+
+    A critic that was not saved stays as it is. Raises DamagedCheckpoint if a file is not what was saved.
+    """
     if _has_manifest(directory):
         _check_files(directory)
         return _load(directory, engine, critic)

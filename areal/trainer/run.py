@@ -69,6 +69,7 @@ class RunParts:
     cluster: Cluster | None = None
     """The processes of the run, if ranks are among them."""
     critic: Critic | None = None
+    """The value model beside the policy, restored as the engine is."""
     exporter: "Exporter | None" = None
     """What shows the run to Prometheus, if metrics.port is set."""
 

@@ -61,6 +61,19 @@ def test_a_run_that_does_not_fit_ends_with_1_and_says_what_to_set(capsys: pytest
 
 
 @pytest.mark.slow
+def test_a_critic_counts_as_a_second_model_that_is_trained(capsys: pytest.CaptureFixture[str]) -> None:
+    def needed(*words: str) -> float:
+        arguments = ("--json", f"actor.path={LARGE}", "actor.backend=fsdp:d8", "actor.gpus=1", "rollout.gpus=1")
+        found = json.loads(doctor(capsys, *arguments, *words, *NODE)[1])
+        places = {each["place"]: each for each in found["memory"]}
+        optimizer: float = places["actor ranks"]["terms"]["optimizer"]
+        return optimizer
+
+    alone = needed()
+    assert needed(f"critic.path={LARGE}", "actor.group_baseline=none") == pytest.approx(2 * alone)
+
+
+@pytest.mark.slow
 def test_json_is_one_object_with_checks_and_memory(capsys: pytest.CaptureFixture[str]) -> None:
     words = (f"actor.path={LARGE}", "actor.backend=fsdp:d8", "actor.gpus=1", "rollout.gpus=1", "--json")
     _, shown = doctor(capsys, *words, *NODE)

@@ -44,6 +44,22 @@ def test_example_agent_trains_on_two_ranks(backend: str, runs: list[Run], tmp_pa
     assert {"rank 0", "rank 1"} < set(summary_of(run_dir)["cpu_seconds"])
 
 
+def test_critic_trains_on_the_ranks_of_its_actor_and_is_resumed(runs: list[Run], tmp_path: Path, run_dir: Path) -> None:
+    settings = ("actor.backend=fsdp:d2", "critic.path=builtin:tiny-math", "actor.group_baseline=none", "saver.keep=9")
+    run = start(runs, tmp_path, "total_train_steps=40", *settings)
+    run.wait_for(r"^step [4-9]/40 ")
+    run.kill(signal.SIGINT)
+    assert run.wait() == 130, run.text
+    (saved,) = (run_dir / "checkpoints").iterdir()
+    assert list((saved / "critic").glob("*.safetensors"))
+    reached = int(saved.name.removeprefix("step-"))
+    run = start(runs, tmp_path, f"total_train_steps={reached + 3}", *settings)
+    assert run.wait() == 0, run.text
+    metrics = [row for row in rows_of(run_dir / "metrics.jsonl") if "reward" in row]
+    assert [row["step"] for row in metrics] == list(range(1, reached + 4))
+    assert all(row["critic/grad_norm"] > 0 for row in metrics)
+
+
 def test_killed_rank_ends_all_and_the_run_goes_on_from_its_checkpoint(
     runs: list[Run], tmp_path: Path, run_dir: Path
 ) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from small_runs import byte_tokenizer, make_batch, make_config, make_engine, make_group
+from table_models import TablePass, passes_of
 from torch import Tensor
 
 from areal import PPOTrainer
@@ -172,16 +173,6 @@ def test_critics_update_that_is_not_finite_stops_before_the_policy_changes(tmp_p
 TOKENS = 7
 
 
-@dataclass
-class TablePass:
-    order: Tensor
-    spans: list[Span]
-
-    @property
-    def tokens(self) -> int:
-        return sum(len(span.ids) for span in self.spans)
-
-
 class TableCritic:
     """The value before a token is an entry of a table, chosen by the token before. Implements `TrainableModel`."""
 
@@ -193,10 +184,7 @@ class TableCritic:
         self._table.grad = self.flat_grad
 
     def passes(self, spans: Sequence[Span], max_tokens: int) -> Iterator[TablePass]:
-        begin = 0
-        for span in spans:
-            yield TablePass(torch.arange(begin, begin + len(span.asked)), [span])
-            begin += len(span.asked)
+        return passes_of(spans)
 
     def scores(self, part: TablePass, temperatures: Tensor) -> Tensor:
         before = np.concatenate([span.ids[span.asked - 1] for span in part.spans])

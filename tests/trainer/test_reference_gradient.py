@@ -6,13 +6,13 @@ leaves the gradient to autograd.
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from table_models import TablePass, passes_of
 from torch import Tensor
 
 from areal.api.messages import Episode, GroupResult, Row
@@ -24,16 +24,6 @@ from areal.trainer.update import PolicyUpdate
 TOKENS = 7
 PROMPT = 2
 LOW, HIGH, CAP, DUAL = 0.2, 0.28, 2.0, 3.0
-
-
-@dataclass
-class TablePass:
-    order: Tensor
-    spans: list[Span]
-
-    @property
-    def tokens(self) -> int:
-        return sum(len(span.ids) for span in self.spans)
 
 
 class TablePolicy:
@@ -50,10 +40,7 @@ class TablePolicy:
         """The weights and the sequences of every pass whose gradient was taken."""
 
     def passes(self, spans: Sequence[Span], max_tokens: int) -> Iterator[TablePass]:
-        begin = 0
-        for span in spans:
-            yield TablePass(torch.arange(begin, begin + len(span.asked)), [span])
-            begin += len(span.asked)
+        return passes_of(spans)
 
     def scores(self, part: TablePass, temperatures: Tensor) -> Tensor:
         if torch.is_grad_enabled():

@@ -68,6 +68,8 @@ def _size(args: argparse.Namespace, config: GRPOConfig) -> Sized:
     models = {"actor": read_shape(find_files(args.model or config.actor.path))}
     if config.actor.kl_ctl > 0:
         models["ref"] = read_shape(find_files(config.ref.path))
+    if config.critic.path:
+        models["critic"] = read_shape(find_files(config.critic.path))
     planned = plan(config, models, machine, prompt_tokens=args.prompt_tokens)
     found = {
         demand.place: remedies(config, models, machine, demand.place, prompt_tokens=args.prompt_tokens)
