@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -45,6 +46,8 @@ class Case:
     """As in `actor.backend`."""
     checkpointing: bool = False
     dtype: str = "float32"
+    repeats: int = 1
+    """Processes that are measured; their median counts."""
     mapped: bool = False
     """Every tensor is mapped, and given back when it is freed: what is measured then is what tensors take."""
 
@@ -62,13 +65,14 @@ MODELS: dict[str, Architecture | None] = {
     "30M": Architecture("qwen3", 32000, 384, 12, 6, 2, 64, 1024, 4096, tied_embeddings=True),
     "135M": Architecture("llama", 49152, 576, 30, 9, 3, 64, 1536, 8192, tied_embeddings=True),
 }
-SMALL_CASES = [Case("0.3M", 16384), Case("0.3M", 16384, mapped=True), Case("30M", 1024)]
+MAPPED_CASES = [Case("0.3M", 16384, mapped=True), Case("30M", 1024, mapped=True)]
+SMALL_CASES = [Case("0.3M", 16384, repeats=3), Case("30M", 1024), *MAPPED_CASES]
 CASES = [
     *SMALL_CASES,
-    Case("30M", 1024, mapped=True),
     Case("30M", 1024, checkpointing=True),
     Case("30M", 1024, backend="fsdp:d1"),
     Case("30M", 1024, backend="fsdp:d2"),
+    Case("30M", 512, backend="fsdp:d2", mapped=True),
     Case("135M", 512),
     Case("135M", 512, mapped=True),
     Case("135M", 512, backend="fsdp:d1"),
@@ -105,37 +109,41 @@ def estimate(case: Case, model: Path) -> dict[str, int]:
 
 
 def measure(case: Case) -> dict[str, Any]:
-    """Measured and estimated bytes of one process."""
+    """Measured and estimated MiB of one process."""
     with tempfile.TemporaryDirectory(prefix="areal-") as place:
         model, tiny = make_model(case.model, Path(place)), make_model("tiny", Path(place))
-        ranks = Ranks.parse(case.backend).count if case.backend else 1
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        words = [json.dumps(asdict(case)), str(model), str(tiny), str(port)]
-        argv = [sys.executable, "-m", "benchmarks.memory", "--child"]
-        env = {**os.environ, **({MAP_VARIABLE: str(MAPPED_FROM)} if case.mapped else {})}
-        started = [
-            subprocess.Popen([*argv, *words, str(rank)], stdout=subprocess.PIPE, text=True, env=env)
-            for rank in range(ranks)
-        ]
-        try:
-            printed = [process.communicate(timeout=CASE_SECONDS)[0] for process in started]
-        finally:
-            for process in started:
-                process.kill()
-        assert not any(process.returncode for process in started), "a measured process failed; see its error above"
-        found = [json.loads(text.strip().split("\n")[-1]) for text in printed]
+        found = [_measured(case, model, tiny) for _ in range(case.repeats)]
         parts = estimate(case, model)
-    largest = max(found, key=lambda each: each["peak"] - each["baseline"])
-    measured, estimated = largest["peak"] - largest["baseline"], sum(parts.values())
+    taken = statistics.median(each["peak"] - each["baseline"] for each in found)
     return {
         "case": case.name,
-        "measured_mib": round(measured / MIB, 1),
-        "estimated_mib": round(estimated / MIB, 1),
-        "ratio": round(estimated / measured, 3),
-        "baseline_mib": round(largest["baseline"] / MIB, 1),
+        "measured_mib": round(taken / MIB, 1),
+        "estimated_mib": round(sum(parts.values()) / MIB, 1),
+        "ratio": round(sum(parts.values()) / taken, 3),
+        "baseline_mib": round(found[0]["baseline"] / MIB, 1),
         "terms_mib": {name: round(size / MIB, 1) for name, size in parts.items()},
     }
+
+
+def _measured(case: Case, model: Path, tiny: Path) -> dict[str, int]:
+    """Of a fresh process; of ranks, the one that takes the most."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    argv = [sys.executable, "-m", "benchmarks.memory", "--child"]
+    argv += [json.dumps(asdict(case)), str(model), str(tiny), str(port)]
+    env = {**os.environ, **({MAP_VARIABLE: str(MAPPED_FROM)} if case.mapped else {})}
+    started = [
+        subprocess.Popen([*argv, str(rank)], stdout=subprocess.PIPE, text=True, env=env)
+        for rank in range(Ranks.parse(case.backend).count if case.backend else 1)
+    ]
+    try:
+        printed = [process.communicate(timeout=CASE_SECONDS)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert not any(process.returncode for process in started), "a measured process failed; see its error above"
+    found: list[dict[str, int]] = [json.loads(text.strip().split("\n")[-1]) for text in printed]
+    return max(found, key=lambda each: each["peak"] - each["baseline"])
 
 
 def child(case: Case, model: Path, tiny: Path, port: int, rank: int) -> dict[str, int]:

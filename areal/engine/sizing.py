@@ -115,7 +115,7 @@ class Remedy:
     """What the place then needs."""
 
     def __str__(self) -> str:
-        return " ".join(f"{name}={_written(value)}" for name, value in self.settings.items())
+        return " and ".join(f"{name}={_written(value)}" for name, value in self.settings.items())
 
 
 def plan(
@@ -129,38 +129,15 @@ def plan(
 
     Every other model in `models` is trained beside the actor, on the same ranks, one pass after the other.
     """
-    actor, shape = config.actor, models["actor"]
-    training = _training(config, prompt_tokens)
-    ranks = training.data * training.tensor
-    on_gpu = machine.gpu_bytes > 0 and actor.device != "cpu" and actor.gpus != 0
-    trained = [each for name, each in models.items() if name != "ref"]
-    device = _trainer_terms(trained, models.get("ref"), training)
-    host: Terms = {}
-    if actor.offload:
-        moved = {name: device.pop(name, 0) for name in ("weights", "gradients", "optimizer", "reference")}
-        host |= {f"{name}, offloaded": size for name, size in moved.items() if size}
-    if training.ranks is not None:
-        own = sum(own_parameters(each, training) for each in trained)
-        host["checkpoint copies"] = (1 + MOMENTS) * FLOAT_BYTES * own
-    elif on_gpu:
-        host["checkpoint copies"] = (1 + MOMENTS) * FLOAT_BYTES * shape.parameters
-    trainers = min(ranks, machine.gpus_per_node) if on_gpu else ranks
-    host["runtime"] = HOST_RUNTIME_BYTES
-    if on_gpu:
-        terms, limit = {**device, "runtime": GPU_RUNTIME_BYTES}, _usable(machine.gpu_bytes)
-    else:
-        device["heap"] = max(heap_bytes(each, training) for each in trained)
-        host = {**device, **host}
-        terms, limit = host, None
-    demands = [Demand(_who(config), terms, limit, ranks)]
-    here = [(_who(config), trainers, host)]
+    shape = models["actor"]
+    trainer, trainer_on_host = _trainer_demand(config, models, machine, prompt_tokens)
+    demands, here = [trainer], [(trainer.place, _on_one_host(trainer, machine), trainer_on_host)]
     if isinstance(config, PPOConfig):
         engines = _engine_demand(config, shape, machine, prompt_tokens)
         if engines is not None:
             demands.append(engines)
             on_host = engines.terms if engines.limit is None else {"runtime": HOST_RUNTIME_BYTES}
-            count = engines.count if engines.limit is None else min(engines.count, machine.gpus_per_node)
-            here.append(("engines", count, on_host))
+            here.append((engines.place, _on_one_host(engines, machine), on_host))
         if not config.rollout.in_process:
             here.append(("rollout workers", config.rollout.num_workers, {"runtime": WORKER_BYTES}))
         published = {"two versions of the weights": PUBLISHED_VERSIONS * FLOAT_BYTES * shape.parameters}
@@ -169,6 +146,34 @@ def plan(
         demands = _shared_gpu(config, demands)
     demands.append(Demand("host memory", _summed(here), _usable(machine.host_bytes)))
     return Plan(demands)
+
+
+def _on_one_host(demand: Demand, machine: HostMemory) -> int:
+    """How many such processes one host has: all of them, unless each has a GPU."""
+    return demand.count if demand.limit is None else min(demand.count, machine.gpus_per_node)
+
+
+def _trainer_demand(
+    config: ExperimentConfig, models: Mapping[str, ModelShape], machine: HostMemory, prompt_tokens: int
+) -> tuple[Demand, Terms]:
+    """Of each process that trains, and what it needs of its host."""
+    actor, training = config.actor, _training(config, prompt_tokens)
+    trained = [each for name, each in models.items() if name != "ref"]
+    device, host = _trainer_terms(trained, models.get("ref"), training), Terms()
+    on_gpu = machine.gpu_bytes > 0 and actor.device != "cpu" and actor.gpus != 0
+    if actor.offload:
+        moved = {name: device.pop(name, 0) for name in ("weights", "gradients", "optimizer", "reference")}
+        host |= {f"{name}, offloaded": size for name, size in moved.items() if size}
+    if on_gpu or training.ranks is not None:
+        own = sum(own_parameters(each, training) for each in trained)
+        host["checkpoint copies"] = (1 + MOMENTS) * FLOAT_BYTES * own
+    host["runtime"] = HOST_RUNTIME_BYTES
+    ranks = training.data * training.tensor
+    if on_gpu:
+        terms = {**device, "runtime": GPU_RUNTIME_BYTES}
+        return Demand(_who(config), terms, _usable(machine.gpu_bytes), ranks), host
+    device["heap"] = max(heap_bytes(each, training) for each in trained)
+    return Demand(_who(config), {**device, **host}, None, ranks), {**device, **host}
 
 
 def _who(config: ExperimentConfig) -> str:
@@ -275,14 +280,31 @@ def remedies(
     *,
     prompt_tokens: int = 1024,
 ) -> list[Remedy]:
-    """Settings under which `place` is large enough: single ones, or else pairs, or else three together."""
+    """Settings under which `place` is large enough: single ones, or else pairs, or else three together.
+
+    For a GPU that the trainer and the engine share, if pairs do not help: one for each of them, and what either needs.
+    """
+    if place != SHARED_GPU:
+        return _search(config, models, machine, place, prompt_tokens, MOST_CHANGES)
+    found = _search(config, models, machine, place, prompt_tokens, 2)
+    return found or _apart(config, models, machine, prompt_tokens)
+
+
+def _search(
+    config: ExperimentConfig,
+    models: Mapping[str, ModelShape],
+    machine: HostMemory,
+    place: str,
+    prompt_tokens: int,
+    most_changes: int,
+) -> list[Remedy]:
     singles = list(_changes(config, models["actor"], machine))
-    for count in range(1, MOST_CHANGES + 1):
+    for count in range(1, most_changes + 1):
         found: dict[tuple[str, ...], Remedy] = {}
         for change in combinations(singles, count):
             settings = {name: value for part in change for name, value in part.items()}
-            # The smaller change of the same settings comes first, and two values of one setting are none.
-            if tuple(settings) in found or len(settings) < sum(map(len, change)):
+            # The smaller change of the same settings comes first; two values of one setting are no change.
+            if tuple(settings) in found or any(part[name] != settings[name] for part in change for name in part):
                 continue
             demands = _planned(config, settings, models, machine, place, prompt_tokens)
             if demands and all(demand.fits for demand in demands):
@@ -292,6 +314,24 @@ def remedies(
         if found:
             return list(found.values())
     return []
+
+
+def _apart(
+    config: ExperimentConfig, models: Mapping[str, ModelShape], machine: HostMemory, prompt_tokens: int
+) -> list[Remedy]:
+    """GPUs of their own for the trainer and the engine, and for each the first remedy that it needs then."""
+    assert isinstance(config, PPOConfig), "nothing else has engines"
+    settings: dict[str, Any] = {"actor.gpus": 1, "rollout.gpus": Backend.parse(config.rollout.backend).gpus_each}
+    changed = with_settings(config, settings)
+    for demand in plan(changed, models, machine, prompt_tokens=prompt_tokens).demands:
+        if demand.place in (_who(config), "engines") and not demand.fits:
+            found = _search(changed, models, machine, demand.place, prompt_tokens, MOST_CHANGES)
+            if not found:
+                return []
+            settings |= found[0].settings
+    demands = _planned(config, settings, models, machine, SHARED_GPU, prompt_tokens)
+    fits = bool(demands) and all(demand.fits for demand in demands)
+    return [Remedy(settings, max(demand.total for demand in demands))] if fits else []
 
 
 def _planned(
@@ -380,7 +420,8 @@ def verdict(demand: Demand, found: Sequence[Remedy]) -> str:
     assert demand.limit is not None
     text = f"does not fit: {demand.total / GIB:,.1f} of {demand.limit / GIB:,.1f} GiB on {demand.place}"
     if found:
-        return f"{text}; set {' or '.join(map(str, found))}"
+        several = any(len(each.settings) > 1 for each in found)
+        return f"{text}; set {(', or ' if several else ' or ').join(map(str, found))}"
     if demand.place == "shared memory":
         return f"{text}; make it larger (in a container: docker run --shm-size={_rounded(demand.total)}g)"
     return f"{text}; no three settings together would do: take a larger machine or a smaller model"

@@ -161,6 +161,16 @@ def test_processes_that_state_no_gpus_share_one() -> None:
     assert [each.place for each in plan(settings, models, H100_NODE).demands][:2] == ["trainer", "engines"]
 
 
+def test_a_gpu_that_two_share_is_advised_to_be_two_with_what_each_needs() -> None:
+    models, settings = {"actor": shape("qwen2.5-7b")}, config(dtype="bfloat16")
+    settings.rollout = RolloutConfig(backend="embedded", dtype="bfloat16")
+    (found,) = remedies(settings, models, H100_NODE, "the GPU of trainer and engine")
+    assert found.settings["rollout.gpus"] == 1
+    changed = plan(with_settings(settings, found.settings), models, H100_NODE)
+    assert all(each.fits for each in changed.demands if each.place in ("trainer", "actor ranks", "engines"))
+    assert " and " in str(found)
+
+
 def test_without_gpus_everything_is_host_memory_and_ranks_do_not_help() -> None:
     models = {"actor": shape("smollm2-135m")}
     machine = HostMemory(16 * GIB, 8 * GIB)
