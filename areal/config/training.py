@@ -63,6 +63,9 @@ class ActorConfig(Resources):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """What matrix products and attention are computed in. Weights, gradients and the optimizer are float32 either way;
     with bfloat16 log-probs differ from the sampler's and are recomputed (recompute_logprob)."""
+    attention: Literal["auto", "mask", "varlen"] = "auto"
+    """fsdp: what keeps packed sequences apart: masks, or torch's flash attention for sequences of various lengths. That
+    needs a GPU and bfloat16, and knows no capped scores; auto = varlen where it can be used, else mask."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """How gradients become steps."""
     max_tokens_per_mb: int = 16384
@@ -116,6 +119,11 @@ class ActorConfig(Resources):
         require(
             not self.offload or self.backend != "",
             "offload is for a model on ranks; set backend to fsdp:d1 or more, or leave offload out",
+        )
+        require(
+            self.attention != "varlen" or (self.backend != "" and self.dtype == "bfloat16"),
+            f"attention varlen is for ranks in bfloat16, got backend {self.backend!r} and dtype {self.dtype}; set them "
+            "to fsdp:d1 or more and bfloat16, or leave attention out",
         )
         require(0 < self.eps_clip < 1, f"eps_clip must lie in (0, 1), got {self.eps_clip}")
         require(

@@ -3,6 +3,7 @@ import pytest
 from areal.config.backend import Backend
 from areal.config.errors import ConfigError
 from areal.config.rollout import RolloutConfig
+from areal.config.training import ActorConfig
 
 
 @pytest.mark.parametrize(
@@ -55,3 +56,10 @@ def test_addresses_of_vllm_and_sglang_go_with_their_backend() -> None:
             RolloutConfig(backend=backend, addresses=urls)
     with pytest.raises(ConfigError, match=r"got both: http://10\.0\.0\.1:8000, tcp:10\.0\.0\.1:7000"):
         RolloutConfig(backend="vllm", addresses=[urls[0], "tcp:10.0.0.1:7000"])
+
+
+def test_flash_attention_is_for_ranks_in_half_precision() -> None:
+    assert ActorConfig(attention="varlen", backend="fsdp:d2", dtype="bfloat16").attention == "varlen"
+    for settings in ({"dtype": "bfloat16"}, {"backend": "fsdp:d2"}):
+        with pytest.raises(ConfigError, match=r"attention varlen is for ranks in bfloat16, .* or leave attention out"):
+            ActorConfig(attention="varlen", **settings)

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from ranks_harness import MAX_TOKENS, OPTIMIZER, random_batch
 from torch import Tensor
+from varlen_on_cpu import varlen_on_cpu
 
 from areal.config.parallel import Ranks
 from areal.engine.sharded.checkpoint import CheckpointWriter, load_optimizer
@@ -27,7 +28,9 @@ from areal.engine.training.supervised import mean_nll
 from areal.trainer.ranks import deal
 
 STEPS = 10
-UNCLIPPED = replace(OPTIMIZER, gradient_clipping=0.0)
+ADAMW = replace(OPTIMIZER, eps=1e-6)
+"""With less, AdamW takes whole steps by gradients that are nothing but rounding."""
+UNCLIPPED = replace(ADAMW, gradient_clipping=0.0)
 """The gradient is looked at after a step."""
 
 
@@ -43,6 +46,7 @@ class Case:
     """Of as many ranks, which goes on from the checkpoint; empty = none is written."""
     dtype: str = "float32"
     gradient_checkpointing: bool = False
+    varlen: bool = False
 
 
 class Comparison:
@@ -56,7 +60,7 @@ class Comparison:
         found = self._first_step()
         if not self._case.other_backend:
             return found
-        self._open(self._case.backend, self._directory, OPTIMIZER)
+        self._open(self._case.backend, self._directory, ADAMW)
         for step in range(STEPS):
             self._train(step)
         weights = {name: whole(each.detach()) for name, each in self._learner.model.module.named_parameters()}
@@ -82,7 +86,7 @@ class Comparison:
         writer.begin(self._learner, directory)
         writer.finish()
         expected = self._train(STEPS)
-        self._open(self._case.other_backend, directory, OPTIMIZER)
+        self._open(self._case.other_backend, directory, ADAMW)
         load_optimizer(self._learner, directory)
         return abs(self._train(STEPS) - expected)
 
@@ -98,8 +102,14 @@ class Comparison:
 
     def _open(self, backend: str, directory: Path, optimizer: Any) -> None:
         self._ranks = Ranks.parse(backend)
-        options = {"dtype": self._case.dtype, "gradient_checkpointing": self._case.gradient_checkpointing}
-        model = ShardedModel(directory, self._ranks, torch.device("cpu"), **options)
+        model = ShardedModel(
+            directory,
+            self._ranks,
+            torch.device("cpu"),
+            dtype=self._case.dtype,
+            kernel=varlen_on_cpu if self._case.varlen else None,
+            gradient_checkpointing=self._case.gradient_checkpointing,
+        )
         self._learner = RankLearner(model, self._ranks, optimizer, total_steps=20, max_tokens_per_mb=MAX_TOKENS)
 
     def _train(self, step: int) -> float:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from families import FAMILIES, write_family
-from family_rank import STEPS, UNCLIPPED, Case, family_batch
-from ranks_harness import MAX_TOKENS, OPTIMIZER
+from family_rank import ADAMW, STEPS, UNCLIPPED, Case, family_batch
+from ranks_harness import MAX_TOKENS
 from safetensors.torch import load_file
 
 from areal.api.engine_api import WeightShard, WeightUpdate
@@ -37,6 +37,8 @@ TWO_RANKS = [
     ),
     Case("Qwen3-tied", "fsdp:t2", gradient_checkpointing=True),
     Case("Qwen3Moe", "fsdp:t2", gradient_checkpointing=True),
+    Case("Mistral", "fsdp:d2", varlen=True),
+    Case("Qwen3Moe", "fsdp:t2", varlen=True, gradient_checkpointing=True),
     Case("Qwen3-tied", "fsdp:d2", dtype="bfloat16"),
     Case("Qwen3-tied", "fsdp:t2", dtype="bfloat16"),
 ]
@@ -57,7 +59,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("families")
     for family in FAMILIES:
         directory = write_family(family, root / family)
-        once, often = one_process(directory, UNCLIPPED), one_process(directory, OPTIMIZER)
+        once, often = one_process(directory, UNCLIPPED), one_process(directory, ADAMW)
         expected = {
             "logprobs": once.logprobs(family_batch(0)),
             "loss": once.train_batch(family_batch(0), mean_nll)["loss"],
@@ -151,15 +153,16 @@ def test_checkpoint_has_the_names_of_the_files(
     assert names == set(load_file(directory / "model.safetensors"))
     expected = torch.load(directory / f"published-{case.backend}/logprobs.pt")
     torch.testing.assert_close(
-        one_process(checkpoint, OPTIMIZER).logprobs(family_batch(STEPS)), expected, atol=1e-5, rtol=0
+        one_process(checkpoint, ADAMW).logprobs(family_batch(STEPS)), expected, atol=1e-5, rtol=0
     )
 
 
 @pytest.mark.timeout(2 * SECONDS)
-def test_layers_that_are_computed_again_give_the_same_gradient(differences: dict[Case, dict[str, float]]) -> None:
-    found = [found for case, found in differences.items() if case.gradient_checkpointing]
-    assert found
-    assert all(each["gradient"] < 1e-5 for each in found)
+@pytest.mark.parametrize("option", ["gradient_checkpointing", "varlen"])
+def test_gradient_is_the_same_however_it_is_computed(option: str, differences: dict[Case, dict[str, float]]) -> None:
+    found = [found for case, found in differences.items() if getattr(case, option)]
+    assert len(found) > 1
+    assert all(each["logprobs"] < 1e-5 and each["gradient"] < 1e-5 for each in found)
 
 
 @pytest.mark.timeout(2 * SECONDS)

@@ -18,6 +18,7 @@ from areal.engine.sharded.trainable import require_trainable
         ("Llama", {}, Ranks(1, 4), r"must divide a model's num_key_value_heads, which is 2 .*, got t4; .* fsdp:d2t2$"),
         ("Qwen2", {}, Ranks(2, 3), r"must divide a model's num_attention_heads, which is 4 .*, got t3; .* fsdp:d3t2$"),
         ("Qwen3Moe", {"num_experts": 3}, Ranks(1, 2), r"num_experts, which is 3 .*, got t2; .* fsdp:d2$"),
+        ("Qwen3Moe", {"tie_word_embeddings": True}, Ranks(2, 2), r"has tie_word_embeddings; .* fsdp:d4$"),
         ("Gemma", {"num_key_value_heads": 1}, Ranks(2, 2), r"num_key_value_heads, which is 1 .*, got t2; .* fsdp:d4$"),
     ],
 )

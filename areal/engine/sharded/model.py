@@ -22,9 +22,10 @@ from torch.utils.checkpoint import checkpoint
 
 from areal.api.errors import ModelError
 from areal.config.parallel import Ranks
-from areal.engine.sharded.attention import PACKED_ATTENTION, packed_inputs, register_packed_attention
+from areal.engine.sharded.packed_attention import PACKED_ATTENTION, packed_inputs, register_packed_attention
 from areal.engine.sharded.trainable import has_experts, language_model_class, require_trainable
 from areal.engine.training.packing import HEAD_ELEMENTS, Pack, Span, pack, token_logprobs
+from areal.engine.training.segments import VarlenKernel
 from areal.engine.transformers.file_layout import FileLayout
 from areal.engine.transformers.model import (
     critic_class,
@@ -44,12 +45,14 @@ class ShardedModel:
         device: torch.device,
         *,
         dtype: str = "float32",
+        kernel: VarlenKernel | None = None,
         gradient_checkpointing: bool = False,
         offload: bool = False,
         trainable: bool = True,
         value_head: bool = False,
     ) -> None:
-        """`dtype`: what is computed in; parameters and gradients are float32. `offload`: they rest in host memory.
+        """`dtype`: what is computed in; parameters and gradients are float32. `kernel`: computes attention; None = with
+        masks. `offload`: parameters rest in host memory.
 
         With a value head it is a critic, and gives values where a policy gives log-probs.
         """
@@ -60,6 +63,7 @@ class ShardedModel:
         require_trainable(directory, ranks)
         register_packed_attention()
         self.device = device
+        self._kernel = kernel
         mixed = dtype == "bfloat16"
         self._autocast = mixed and ranks.data == 1
         """FSDP computes in bfloat16 by itself, and there is none."""
@@ -74,7 +78,7 @@ class ShardedModel:
     def passes(self, spans: Sequence[Span], max_tokens: int) -> Iterator[Pack]:
         if any(span.images for span in spans):
             raise ModelError("ranks train on text only; leave actor.backend unset to train on images")
-        return (part.on(self.device) for part in pack(spans, max_tokens))
+        return (part.on(self.device) for part in pack(spans, max_tokens, self._kernel))
 
     def empty_pass(self) -> Pack:
         """The least that can be computed: a rank that has nothing left to do must still take part."""

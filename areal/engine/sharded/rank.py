@@ -31,6 +31,7 @@ from areal.engine.sharded.export import RankWeightWriter
 from areal.engine.sharded.learner import RankLearner
 from areal.engine.sharded.messages import RankSetup, Role, Share, rank_wire
 from areal.engine.sharded.model import ShardedModel
+from areal.engine.sharded.packed_attention import find_kernel
 from areal.infra.rpc.channel import Handler
 from areal.infra.rpc.connect import connect_to_driver, own_address, read_secret, serve
 from areal.infra.rpc.shipping import Shipper, is_here, shared
@@ -168,13 +169,15 @@ class Rank:
                 f"every rank reads its part of the model by itself, and {directory!r} is not on "
                 f"{socket.gethostname()}; put it on a file system that all of them share"
             )
+        actor, device = setup.actor, find_device(setup.actor.device, "actor.device")
         return ShardedModel(
             Path(directory),
             setup.ranks,
-            find_device(setup.actor.device, "actor.device"),
-            dtype=setup.actor.dtype,
-            gradient_checkpointing=trainable and setup.actor.gradient_checkpointing,
-            offload=setup.actor.offload,
+            device,
+            dtype=actor.dtype,
+            kernel=find_kernel(actor.attention, Path(directory), device, actor.dtype),
+            gradient_checkpointing=trainable and actor.gradient_checkpointing,
+            offload=actor.offload,
             trainable=trainable,
             value_head=value_head,
         )

@@ -23,6 +23,11 @@ def require_trainable(directory: Path, ranks: Ranks) -> None:
             f"tensor parallelism is for models of the types {', '.join(TENSOR_PARALLEL)}, {str(directory)!r} holds a "
             f"{config.model_type}; set actor.backend to fsdp:d{ranks.count}"
         )
+    if has_experts(directory) and config.tie_word_embeddings:
+        raise ModelError(
+            f"tensor parallelism of experts is for models whose head is not the embedding, {str(directory)!r} has "
+            f"tie_word_embeddings; set actor.backend to fsdp:d{ranks.count}"
+        )
     for name in ("num_attention_heads", "num_key_value_heads", "num_experts"):
         size = getattr(config, name, None) or ranks.tensor
         if size % ranks.tensor:

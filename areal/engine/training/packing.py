@@ -4,7 +4,8 @@ Sequences of one group often begin alike (the same prompt, the same conversation
 nodes are the tokens to compute; a token attends to its ancestors. A bin holds whole tries, and attention never leaves a
 bin. One call computes bins of about one size, the smaller ones padded; nothing else is padded. A sequence that shares
 too little to pay for the larger bin begins a trie of its own. Every asked position is a pair: the node that predicts
-it, and the token that follows.
+it, and the token that follows. Where there is a kernel for sequences of various lengths, it takes the place of bins and
+masks (segments.py).
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,6 +24,7 @@ from areal.engine.model.decoder import Decoder, parameter_count
 from areal.engine.model.device import CPU, to_device
 from areal.engine.model.published import NamedTensors
 from areal.engine.model.weights import load_weights, named_views, named_weights, save_weights
+from areal.engine.training.segments import SegmentRow, VarlenKernel
 
 HEAD_ELEMENTS = 1 << 24
 """Logits held at once: positions times vocabulary."""
@@ -107,17 +109,17 @@ def token_logprobs(logits: Tensor, targets: Tensor, temperatures: Tensor) -> Ten
     return logits.gather(1, targets[:, None]).squeeze(1) - logits.logsumexp(dim=1)
 
 
-def pack(spans: Sequence[Span], max_tokens: int) -> "Iterator[Pack]":
+def pack(spans: Sequence[Span], max_tokens: int, kernel: VarlenKernel | None = None) -> "Iterator[Pack]":
     """Passes of at most `max_tokens` tokens each (a single longer sequence gets one of its own), made as they are
-    needed: masks may be large."""
+    needed: masks may be large. `kernel`: computes attention without them."""
     offsets = np.cumsum([0, *(len(span.asked) for span in spans)]).tolist()
-    builder = _PackBuilder(max_tokens)
+    builder = _PackBuilder(max_tokens, kernel)
     for i in sorted(range(len(spans)), key=lambda i: (spans[i].group, spans[i].ids.tolist())):
         if len(spans[i].asked) == 0:
             continue
         if not builder.add(spans[i], offsets[i]):
             yield builder.build()
-            builder = _PackBuilder(max_tokens)
+            builder = _PackBuilder(max_tokens, kernel)
             builder.add(spans[i], offsets[i])
     if builder.tokens:
         yield builder.build()
@@ -129,7 +131,7 @@ class Pack:
 
     ids: Tensor
     positions: Tensor
-    rows: "list[_BinRow]"
+    rows: "list[_Row]"
     sources: Tensor
     targets: Tensor
     order: Tensor
@@ -206,6 +208,9 @@ class _BinRow:
         return mixed.transpose(1, 2).flatten(0, 1)
 
 
+_Row = _BinRow | SegmentRow
+
+
 def _capped_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None, cap: float) -> Tensor:
     """torch's own attention cannot cap its scores."""
     repeats = q.shape[1] // k.shape[1]
@@ -218,8 +223,9 @@ def _capped_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: floa
 class _PackBuilder:
     """Collects tries into bins until the token budget is spent."""
 
-    def __init__(self, max_tokens: int) -> None:
+    def __init__(self, max_tokens: int, kernel: VarlenKernel | None) -> None:
         self.max_tokens = max_tokens
+        self._kernel = kernel
         self.tokens = 0
         self._bins: list[_Bin] = []
         self._group: int | None = None
@@ -229,7 +235,7 @@ class _PackBuilder:
         """Add the tokens that predict the asked positions of `span`; False when the budget does not allow it."""
         ids = span.ids[: int(span.asked[-1])]
         kept = self._bins[-1].tries[-1].shared(ids) if span.group == self._group else 0
-        joins = span.group == self._group and _saves(self._bins[-1].tries[-1].size, len(ids), kept)
+        joins = kept > 0 and (self._kernel is not None or _saves(self._bins[-1].tries[-1].size, len(ids), kept))
         cost = len(ids) - kept if joins else len(ids)
         if self.tokens and self.tokens + cost > self.max_tokens:
             return False
@@ -245,7 +251,10 @@ class _PackBuilder:
         return True
 
     def build(self) -> Pack:
-        rows, starts, ids, depths, at = [], {}, [], [], 0
+        if self._kernel is not None:
+            return self._build_segments(self._kernel)
+        rows: list[_Row] = []
+        starts, ids, depths, at = {}, [], [], 0
         for members in self._rows():
             size = members[0].size
             rows.append(_BinRow(len(members), size, _mask(members)))
@@ -255,6 +264,22 @@ class _PackBuilder:
                 ids += [part for trie in each.tries for part in trie.ids] + [padding]
                 depths += [part for trie in each.tries for part in trie.depths] + [padding]
                 at += size
+        return self._pack(ids, depths, rows, starts)
+
+    def _build_segments(self, kernel: VarlenKernel) -> Pack:
+        tries, starts, segments, at = [], {}, [], 0
+        for each in self._bins:
+            starts[id(each)] = at
+            for trie in each.tries:
+                tries.append(trie)
+                segments += [(new, keys + at) for new, keys in trie.segments()]
+                at += trie.size
+        row = SegmentRow.of(kernel, [new for new, _ in segments], [keys for _, keys in segments])
+        ids, depths = [part for trie in tries for part in trie.ids], [part for trie in tries for part in trie.depths]
+        return self._pack(ids, depths, [row], starts)
+
+    def _pack(self, ids: list[Array], depths: list[Array], rows: "list[_Row]", starts: dict[int, int]) -> Pack:
+        """`starts`: of each bin among the tokens."""
         return Pack(
             ids=_joined(ids),
             positions=_joined(depths),
@@ -389,6 +414,11 @@ class _TokenTrie:
         self._paths.append([*known, (self.size, end)])
         self._last, self.size = ids, end
         return self._last_path
+
+    def segments(self) -> list[tuple[int, Array]]:
+        """Per sequence with new nodes: how many, and its whole path, of which they are the end."""
+        paths = [path for path in self._paths if path[-1][0] < path[-1][1]]
+        return [(path[-1][1] - path[-1][0], np.concatenate([np.arange(*nodes) for nodes in path])) for path in paths]
 
     def unmask(self, mask: Array, triangle: Array) -> None:
         """Write 0 into `mask[size,size]` where a node attends to another; `triangle` has -inf above its diagonal."""

@@ -2,18 +2,25 @@
 
 A model that is told this implementation hands its queries, keys and values over, and what its caller passed as
 `packed`: the `Pack` that says which token attends to which. So every architecture of transformers that lets its
-attention be chosen computes shared prefixes once, as the package's own decoder does.
+attention be chosen computes shared prefixes once, as the package's own decoder does: with masks, or with torch's flash
+attention for sequences of various lengths.
 """
 
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from areal.api.errors import ModelError
 from areal.engine.training.packing import Pack
+from areal.engine.training.segments import VarlenKernel
+from areal.engine.transformers.model import read_config
 
 PACKED_ATTENTION = "areal_packed"
 """The name of the implementation."""
+MAX_HEAD = 192
+"""Values of a head. Flash attention has kernels for 256, but not for the backward pass on every GPU."""
 
 
 def register_packed_attention() -> None:
@@ -58,6 +65,34 @@ class WindowedPack:
             assert window is not None
             self._windows[window] = self._windows[None].within(window)
         return self._windows[window]
+
+
+def find_kernel(attention: str, directory: Path, device: torch.device, dtype: str) -> VarlenKernel | None:
+    """What computes attention without masks (`actor.attention`); None = masks do. Raises ModelError if it must not."""
+    lacks = _unfit(read_config(directory).get_text_config(), device, dtype)
+    if attention == "mask" or (attention == "auto" and lacks is not None):
+        return None
+    if lacks is not None:
+        raise ModelError(
+            "actor.attention varlen is for GPUs, bfloat16, scores without caps and heads of a multiple of 8 up to "
+            f"{MAX_HEAD}, got {lacks}; use auto, which takes masks where they are needed"
+        )
+    from torch.nn.attention.varlen import varlen_attn
+
+    kernel: VarlenKernel = varlen_attn
+    return kernel
+
+
+def _unfit(config: Any, device: torch.device, dtype: str) -> str | None:
+    """What flash attention cannot compute."""
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        return f"attn_logit_softcapping {config.attn_logit_softcapping} in the model's config"
+    if head % 8 or head > MAX_HEAD:
+        return f"heads of {head}"
+    if dtype != "bfloat16":
+        return f"actor.dtype {dtype}"
+    return None if device.type == "cuda" else f"the device {device}"
 
 
 def packed_inputs(pack: Pack) -> dict[str, Any]:
