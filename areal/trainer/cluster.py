@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from areal.api.errors import ArealError, EngineError
 from areal.config.training import SchedulerConfig
 from areal.infra.loop_thread import LoopThread
-from areal.infra.rpc.channel import ChannelClosed
+from areal.infra.rpc.channel import ChannelClosed, RemoteError
 from areal.infra.rpc.shipping import Shipper
 from areal.infra.scheduler import Ask
 from areal.trainer.processes import CAUSE_SECONDS, Processes
@@ -36,14 +36,14 @@ class Cluster(Closing):
         """Places for all processes of the run, or for none."""
         self.wait(self.processes.reserve(asks))
 
-    def wait(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run `work` on the event loop and wait for it here."""
+    def wait(self, work: Coroutine[Any, Any, T], cause_seconds: float = CAUSE_SECONDS) -> T:
+        """Run `work` on the event loop and wait for it here; an error waits for its cause to be known."""
         try:
             return self._loop.run(work)
         except TimeoutError as error:
-            raise self._loop.run(self._cause(EngineError(str(error)))) from error
+            raise self._loop.run(self._cause(EngineError(str(error)), cause_seconds)) from error
         except (ArealError, ExceptionGroup) as error:
-            raise self._loop.run(self._cause(error)) from error
+            raise self._loop.run(self._cause(error, cause_seconds)) from error
 
     def begin(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Run `work` on the event loop, without waiting."""
@@ -74,11 +74,11 @@ class Cluster(Closing):
         self._loop.run(self.processes.close())
         self._loop.close()
 
-    async def _cause(self, error: Exception) -> Exception:
+    async def _cause(self, error: Exception, seconds: float) -> Exception:
         """What `error` follows from: a process that died, or Ctrl-C, if it was one of them."""
         if isinstance(error, ExceptionGroup):
             error = error.exceptions[0]
-        if isinstance(error, (ChannelClosed, EngineError)):
+        if isinstance(error, (ChannelClosed, EngineError, RemoteError)):
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._failed.wait(), CAUSE_SECONDS)
+                await asyncio.wait_for(self._failed.wait(), seconds)
         return self._failure or error

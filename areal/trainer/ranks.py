@@ -35,6 +35,8 @@ from areal.trainer.processes import Processes, ask
 START_SECONDS = 120.0
 CALL_SECONDS = 3600.0
 """A large model takes its time to be read, and a long batch to be computed."""
+DEATH_SECONDS = 15.0
+"""Ranks notice at once that one of them is gone, and fail; that it has died is known later, from another host last."""
 UNEVEN_SHARE = 1.1
 """Whole groups are dealt while the largest share has at most this much of the mean; else single sequences are."""
 
@@ -275,7 +277,7 @@ class _RankProcesses:
         if self._broken is not None:
             raise self._broken
         try:
-            return self._cluster.wait(self._gather(method, arguments, seconds))
+            return self._cluster.wait(self._gather(method, arguments, seconds), DEATH_SECONDS)
         except NonFiniteUpdate:
             raise
         except Exception as error:  # the other ranks may wait for the one that raised it

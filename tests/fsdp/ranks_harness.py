@@ -1,5 +1,6 @@
 """Ranks in processes of their own, and batches whose sequences share prefixes in groups of unequal length."""
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,3 +45,12 @@ def random_batch(seed: int, groups: int = 5, samples: int = 3) -> TokenBatch:
     weights, temperatures = draw.random(count), 0.5 + draw.random(count)
     fields = {"weights": torch.from_numpy(weights / weights.sum()).float()}
     return TokenBatch(spans, torch.from_numpy(temperatures).float(), fields)
+
+
+def check_comparison(printed: str) -> None:
+    """Whether ranks on two hosts were close enough to one process, by what `compare_ranks.py` has printed."""
+    found = json.loads(printed.splitlines()[-1])
+    assert len(found["hosts"]) == 2, "both hosts have ranks, and published their parts"
+    assert max(found["gradient"].values()) < 1e-5
+    assert max(found["ten steps"].values()) < 1e-4
+    assert max(found["resume"].values()) < 1e-6

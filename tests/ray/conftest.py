@@ -1,10 +1,12 @@
-"""A Ray cluster of two nodes on this machine. `make test-ray` runs these tests; `make test` does not."""
+"""Ray clusters: two nodes on this machine, and two hosts. `make test-ray` runs these tests; `make test` does not."""
 
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from ray.cluster_utils import Cluster
+
+from benchmarks.clusters import Hosts, RayCluster
 
 NODE_CPUS = 4
 
@@ -17,3 +19,21 @@ def cluster() -> Iterator[Any]:
     cluster.wait_for_nodes()
     yield cluster
     cluster.shutdown()
+
+
+@pytest.fixture(scope="session")
+def hosts() -> Iterator[Hosts]:
+    hosts = Hosts(2)
+    hosts.up()
+    yield hosts
+    hosts.down()
+
+
+@pytest.fixture(scope="session")
+def ray_hosts(hosts: Hosts) -> Iterator[RayCluster]:
+    cluster = RayCluster(hosts, NODE_CPUS)
+    try:
+        cluster.up()
+        yield cluster
+    finally:
+        cluster.down()

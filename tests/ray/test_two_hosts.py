@@ -1,113 +1,18 @@
 """A run on a real Ray cluster whose two nodes are hosts that share neither loopback, shared memory nor /tmp."""
 
-import json
-import os
-import shutil
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from ray_driver import GONE_SECONDS, RUN_SECONDS, Driver
 
-import areal
 from benchmarks.clusters import Hosts, RayCluster, until, why_no_hosts
 
-ROOT = Path(areal.__file__).parents[1]
-CONFIG = ROOT / "examples/agent_workflow/config.yaml"
-SMALL = (
-    "experiment_name=sort",
-    "trial_name=one",
-    "gconfig.n_samples=4",
-    "train_dataset.batch_size=4",
-    "valid_dataset.size=16",
-    "evaluator.freq_steps=null",
-    "saver.freq_steps=null",
-    "scheduler.type=ray",
-    "rollout.backend=embedded:d2",
-    "rollout.cpus=3",  # no host has room for both engines
-)
-RUN_SECONDS = 200.0
-NODE_CPUS = 4
-GONE_SECONDS = 3.0
-AGENT = """
-from areal.workflow.openai.math_agent import MathAgent
-
-class OwnAgent(MathAgent):
-    '''In a module that no other host has.'''
-"""
 pytestmark = [
     pytest.mark.timeout(2 * RUN_SECONDS),
     pytest.mark.skipif(why_no_hosts() is not None, reason=why_no_hosts() or ""),
 ]
-
-
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[Hosts]:
-    hosts = Hosts(2)
-    hosts.up()
-    yield hosts
-    hosts.down()
-
-
-@pytest.fixture(scope="module")
-def ray_hosts(hosts: Hosts) -> Iterator[RayCluster]:
-    cluster = RayCluster(hosts, NODE_CPUS)
-    try:
-        cluster.up()
-        yield cluster
-    finally:
-        cluster.down()
-
-
-class Driver:
-    """`areal train` on the head's host, in a directory of its /tmp that has the model and the agent's module."""
-
-    def __init__(self, hosts: Hosts, cluster: RayCluster, model: Path, log: Path, *settings: str) -> None:
-        self._log = log
-        self._place = hosts.path(cluster.head, "/tmp/run")
-        shutil.rmtree(self._place, ignore_errors=True)
-        shutil.copytree(model, self._place / "model")
-        (self._place / "own_agents.py").write_text(AGENT)
-        argv = [sys.executable, "-m", "areal.cli.main", "train", "--config", str(CONFIG), *SMALL]
-        argv += ["actor.path=/tmp/run/model", "workflow=own_agents.OwnAgent", *settings]
-        argv += [f"scheduler.ray_address={cluster.address}"]
-        with log.open("wb") as file:
-            self.process = subprocess.Popen(
-                hosts.inside(cluster.head, "env", "--chdir=/tmp/run", *argv),
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(("/tmp/run", str(ROOT)))},
-                stdout=file,
-                stderr=subprocess.STDOUT,
-            )
-
-    @property
-    def text(self) -> str:
-        return self._log.read_text()
-
-    def wait(self) -> int:
-        return self.process.wait(RUN_SECONDS)
-
-    def end(self) -> None:
-        """For a test that failed."""
-        self.process.kill()
-        self.process.wait(10)
-
-    def read(self, name: str) -> Any:
-        """A file of the run directory: of a `.jsonl`, its rows."""
-        path = self._place / "runs/sort/one" / name
-        if path.suffix == ".json":
-            return json.loads(path.read_text())
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-    def until_step(self, step: int) -> None:
-        def reached() -> bool:
-            assert self.process.poll() is None, self.text
-            return sum("loss" in row for row in self.read("metrics.jsonl")) >= step
-
-        until(reached, RUN_SECONDS, f"step {step}")
 
 
 def test_an_agent_trains_across_two_hosts_that_have_neither_the_model_nor_its_module(
