@@ -47,10 +47,10 @@ test-camel: .venv-camel/.installed
 test-vllm: .venv/.installed-dev .venv-vllm/.installed
 	@$(BIN)/python -m pytest -m vllm tests/vllm $(ARGS)
 
-test-slurm: .venv/.installed-dev slurm
+test-slurm: .venv/.installed-fsdp slurm
 	@$(BIN)/python -m pytest tests/slurm $(ARGS)
 
-test-ray: .venv/.installed-ray
+test-ray: .venv/.installed-ray .venv/.installed-fsdp
 	@$(BIN)/python -m pytest tests/ray $(ARGS)
 
 combinations: .venv/.installed-ray .venv-vllm/.installed slurm

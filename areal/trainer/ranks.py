@@ -9,7 +9,7 @@ goes on from its newest checkpoint (run.py).
 import asyncio
 import pickle
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +42,9 @@ UNEVEN_SHARE = 1.1
 
 
 def rank_asks(actor: ActorConfig) -> list[Ask]:
-    """What each rank needs of its host."""
-    return [ask(_name(rank), actor, actor.gpus) for rank in range(Ranks.parse(actor.backend).count)]
+    """What each rank needs of its host. Ranks that compute each matrix product together are neighbours."""
+    count = Ranks.parse(actor.backend).count
+    return [replace(ask(_name(rank), actor, actor.gpus), together=RANK_ROLE) for rank in range(count)]
 
 
 def _name(rank: int) -> str:

@@ -63,3 +63,16 @@ def test_what_does_not_fit_is_refused_with_what_is_free() -> None:
 def test_memory_that_slurm_does_not_count_is_no_limit() -> None:
     places, _ = pack([Ask("worker 0", memory_mib=10_000)], [Node("h1", 1, 0, None)])
     assert places[0][1].name == "h1"
+
+
+def test_ranks_fill_one_node_after_the_other_and_engines_take_what_is_left() -> None:
+    ranks = [Ask(f"rank {number}", gpus=1, together="rank") for number in range(6)]
+    engines = [Ask(f"engine {number}", gpus=1) for number in range(2)]
+    places, _ = pack([*ranks, *engines], [Node("n1", 16, 4, 64_000), Node("n2", 16, 4, 64_000)])
+    assert [node.name for _, node in places] == ["n1"] * 4 + ["n2"] * 4
+
+
+def test_ranks_that_state_nothing_are_dealt_out_evenly() -> None:
+    ranks = [Ask(f"rank {number}", together="rank") for number in range(4)]
+    places, _ = pack(ranks, [Node("n1", 16, 0, None), Node("n2", 16, 0, None)])
+    assert sorted(node.name for _, node in places) == ["n1", "n1", "n2", "n2"]

@@ -57,7 +57,7 @@ def test_killed_rank_on_another_host_ends_all_and_the_run_goes_on(
         place / "log",
         f"actor.path={tiny_math}",
         "actor.backend=fsdp:d2",
-        "actor.cpus=2",
+        "actor.cpus=3",  # no host has room for both
         "rollout.backend=embedded",
         "rollout.cpus=1",
         "total_train_steps=20",

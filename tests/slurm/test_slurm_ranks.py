@@ -41,7 +41,7 @@ def test_killed_rank_on_another_host_ends_all_and_the_run_goes_on(
         cluster,
         tmp_path,
         "actor.backend=fsdp:d2",
-        "actor.cpus=2",
+        "actor.cpus=3",  # no host has room for both
         "rollout.cpus=1",
         "total_train_steps=20",
         "saver.freq_steps=4",

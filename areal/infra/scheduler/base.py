@@ -30,6 +30,8 @@ class Ask:
     """0 = not stated."""
     with_driver: bool = False
     """It is for what runs in the driver itself, so it must be on the driver's host if that has places to give."""
+    together: str = ""
+    """Those of the same name talk to each other all the time: as many as fit are on one host. Empty = anywhere."""
 
 
 @dataclass(frozen=True)

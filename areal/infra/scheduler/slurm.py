@@ -214,19 +214,25 @@ def allocation_options(asks: Sequence[Ask], nodes: int) -> list[str]:
 def pack(asks: Sequence[Ask], nodes: Sequence[Node]) -> tuple[list[tuple[str, Node]], list[Node]]:
     """A node for each ask, in their order, and what is free after that; the largest choose first.
 
-    Those that state nothing are dealt out evenly. Raises PlacementRefused if one finds no place.
+    Those that belong together fill one node after the other, all others are dealt out evenly. Raises PlacementRefused
+    if one finds no place.
     """
     free = list(nodes)
     chosen: dict[int, int] = {}
     guests = [0] * len(free)
+    latest: dict[str, int] = {}
+    """Where the last of each group went."""
     for number in sorted(range(len(asks)), key=lambda each: _size(asks[each]), reverse=True):
         ask = asks[number]
-        for index in sorted(range(len(free)), key=lambda each: guests[each]):
+        beside = latest.get(ask.together) if any(_size(ask)) else None
+        for index in sorted(range(len(free)), key=lambda each: (each != beside, guests[each])):
             left = free[index].without(ask)
             if left is not None:
                 free[index] = left
                 guests[index] += 1
                 chosen[number] = index
+                if ask.together:
+                    latest[ask.together] = index
                 break
         else:
             rest = "; ".join(map(str, free))
