@@ -1,6 +1,6 @@
 """What a run needs of its machine, each thing looked at and tried out: found, and if not, what to do.
 
-Checks come one by one, those that load torch last but for the sandbox, so that a line is there at once.
+Checks come one by one, those that load torch last, so that the first line is there at once.
 """
 
 import os
@@ -19,6 +19,7 @@ from areal.api.errors import ArealError, ConfigError
 from areal.cli.doctor.machine import SHARED_MEMORY, find_files
 from areal.config.backend import Backend
 from areal.config.experiment import PPOConfig
+from areal.engine.sizing import GIB
 from areal.infra.rpc.sockets import address_towards
 from areal.infra.scheduler.local import GPU_FILES
 
@@ -27,7 +28,6 @@ MARKS: dict[State, tuple[str, str]] = {"ok": ("✓", "green"), "note": ("!", "ye
 OLDEST_PYTHON = (3, 11)
 ENOUGH_FILES = 4096
 ENOUGH_SHM_BYTES = 256 << 20
-GIB = 1 << 30
 ASK_SECONDS = 20.0
 """How long a program that is asked for its version may take."""
 SOME_OTHER_HOST = "192.0.2.1"
