@@ -90,6 +90,7 @@ def test_figures_of_a_machine_must_be_positive(capsys: pytest.CaptureFixture[str
     assert "--gpu-memory-gb must be > 0, got -1" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_an_engine_that_was_chosen_and_is_not_there_is_missing() -> None:
     config = GRPOConfig(rollout=RolloutConfig(backend="sglang", python="/no/such/python"))
     (chosen,) = [each for each in checks.check_engines(config, chosen=True) if each.name == "SGLang"]
