@@ -4,8 +4,8 @@ A random model of 30M parameters is trained on batches of groups with shared pro
 take turns, a few rounds of all, on open processes that wait while another way computes. The machine's speed changes
 during a measurement, so each round compares its ways with each other, and the median of the rounds counts.
 
-Communication is what two ranks need beyond two separate ones that compute the same halves of the batch at the same time:
-so it is not mistaken for caches and memory that both cores share. gloo carries it over loopback, through the kernel.
+Communication is what two ranks need beyond two separate ones that compute the same halves of the batch at the same
+time: so it is not mistaken for caches and memory that both cores share. gloo carries it over loopback.
 
 `published` is a version of the weights on its way to engines: seconds until every rank has written its part, and bytes.
 Memory is compared with the estimate of `areal doctor`, in processes of their own (benchmarks/memory.py).

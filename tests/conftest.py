@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 if "hypothesis" in sys.modules:  # its plugin; not every environment has it
-    from hypothesis import settings
+    from hypothesis import HealthCheck, settings
 
-    settings.register_profile("areal", deadline=None)  # machines are noisy: no test depends on how long it takes
+    # Machines are noisy: no test depends on how long it takes, or its inputs.
+    settings.register_profile("areal", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("areal")
 
 TESTS = Path(__file__).parent

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 sys.path.append(str(Path(__file__).parents[1] / "e2e"))
 
@@ -58,6 +60,21 @@ def test_critic_trains_on_the_ranks_of_its_actor_and_is_resumed(runs: list[Run],
     metrics = [row for row in rows_of(run_dir / "metrics.jsonl") if "reward" in row]
     assert [row["step"] for row in metrics] == list(range(1, reached + 4))
     assert all(row["critic/grad_norm"] > 0 for row in metrics)
+
+
+def test_ten_steps_of_the_example_agent_end_with_the_weights_of_one_process(runs: list[Run], tmp_path: Path) -> None:
+    settings = ("total_train_steps=10", "rollout.max_head_offpolicyness=0", "actor.recompute_logprob=true")
+    found = {}
+    for trial, backend in (("alone", ""), ("ranks", "fsdp:d2")):
+        run = start(runs, tmp_path, *settings, f"trial_name={trial}", f"actor.backend={backend}")
+        assert run.wait() == 0, run.text
+        run_dir = tmp_path / "runs/sort-digits" / trial
+        files = (run_dir / "checkpoints/step-000010").glob("model*.safetensors")
+        weights = {name: tensor for path in files for name, tensor in load_file(path).items()}
+        answers = [(row["task_id"], row["messages"]) for row in rows_of(run_dir / "rollouts.jsonl")]
+        found[trial] = weights, answers
+    assert found["ranks"][1] == found["alone"][1], "the same seeds, and weights that differ in their last digits"
+    torch.testing.assert_close(found["ranks"][0], found["alone"][0], atol=1e-4, rtol=0)
 
 
 def test_killed_rank_ends_all_and_the_run_goes_on_from_its_checkpoint(

@@ -245,6 +245,7 @@ async def test_interactions_of_the_direct_client_become_rows(play_workflow, toke
     assert (len(episode.messages), episode.messages[-1]["reward"]) == (4, 1.0)
 
 
+@pytest.mark.slow
 async def test_greedy_episode_keeps_what_its_answers_are_held_to(play_workflow, tokenizer, engine):
     digits = Grammar("lark", "start: /[0-9]+/")
 

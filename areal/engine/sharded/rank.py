@@ -25,7 +25,7 @@ from areal.api.engine_api import WeightUpdate
 from areal.api.errors import ModelError
 from areal.api.messages import RANK_ROLE
 from areal.config.training import OptimizerConfig
-from areal.engine.model.device import find_device
+from areal.engine.model.device import CPU, find_device
 from areal.engine.sharded.checkpoint import CheckpointWriter, load_optimizer
 from areal.engine.sharded.export import RankWeightWriter
 from areal.engine.sharded.learner import RankLearner
@@ -55,6 +55,7 @@ class Rank:
         self._thread = ThreadPoolExecutor(1, "rank")
         self._store: dist.TCPStore | None = None
         self._setup: RankSetup | None = None
+        self._device = CPU
         self._learners: dict[Role, RankLearner] = {}
         self._reference: ShardedModel | None = None
         self._writer: RankWeightWriter | None = None
@@ -99,9 +100,11 @@ class Rank:
         self._setup = setup
         torch.set_num_threads(setup.threads)
         os.environ["GLOO_SOCKET_IFNAME"] = _interface_of(own_address() or LOOPBACK)
-        os.environ |= {"RANK": str(setup.rank), "WORLD_SIZE": str(setup.ranks.count), "LOCAL_RANK": "0"}
         store = self._store or dist.TCPStore(*setup.store, setup.ranks.count, is_master=False, wait_for_workers=False)
-        device = find_device(setup.actor.device, "actor.device")
+        self._device = device = own_device(setup.actor.device, _before_on_this_host(store, setup))
+        # transformers takes the device of this number.
+        numbers = {"RANK": setup.rank, "WORLD_SIZE": setup.ranks.count, "LOCAL_RANK": device.index or 0}
+        os.environ |= {name: str(number) for name, number in numbers.items()}
         dist.init_process_group(
             "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl",
             store=store,
@@ -169,7 +172,7 @@ class Rank:
                 f"every rank reads its part of the model by itself, and {directory!r} is not on "
                 f"{socket.gethostname()}; put it on a file system that all of them share"
             )
-        actor, device = setup.actor, find_device(setup.actor.device, "actor.device")
+        actor, device = setup.actor, self._device
         return ShardedModel(
             Path(directory),
             setup.ranks,
@@ -186,6 +189,21 @@ class Rank:
     def _known_setup(self) -> RankSetup:
         assert self._setup is not None, "set_up comes first"
         return self._setup
+
+
+def own_device(name: str, before: int) -> torch.device:
+    """The device of a rank with `before` others on its host. Those that see several GPUs take one each, in turn."""
+    device = find_device(name, "actor.device")
+    if device.type == "cuda" and ":" not in name:
+        return torch.device("cuda", before % torch.cuda.device_count())
+    return device
+
+
+def _before_on_this_host(store: dist.TCPStore, setup: RankSetup) -> int:
+    """How many ranks of lower numbers are on the same host."""
+    store.set(f"areal host of {setup.rank}", socket.gethostname())
+    hosts = [store.get(f"areal host of {rank}") for rank in range(setup.rank + 1)]
+    return hosts[:-1].count(hosts[-1])
 
 
 def _interface_of(address: str) -> str:
