@@ -59,9 +59,13 @@ class Training:
 
     @property
     def item_bytes(self) -> int:
-        """Of what is computed. One rank alone computes in float32 whatever the setting says (sharded/model.py)."""
-        alone = self.ranks is not None and self.ranks.count == 1
-        return FLOAT_BYTES if alone else ITEM_BYTES[self.dtype]
+        """Of what matrix products and attention compute."""
+        return ITEM_BYTES[self.dtype]
+
+    @property
+    def stream_bytes(self) -> int:
+        """Of the residual stream. FSDP computes all in `dtype`, autocast, where nothing is sharded, products alone."""
+        return FLOAT_BYTES if self.data == 1 else self.item_bytes
 
 
 def own_parameters(shape: ModelShape, training: Training) -> int:
@@ -101,9 +105,9 @@ def pass_terms(shape: ModelShape, training: Training) -> Terms:
         _embedding_gradient_bytes(shape, training) - kept,
     )
     terms = {"activations": kept + again, "in flight": in_flight - again}
-    if _packed(shape, training) and training.dtype == "bfloat16":
+    if training.data == 1 and training.dtype == "bfloat16":
         # Autocast makes a copy of every matrix for the pass, and autograd keeps it.
-        terms["bfloat16 copies"] = ITEM_BYTES["bfloat16"] * shape.parameters
+        terms["bfloat16 copies"] = ITEM_BYTES["bfloat16"] * own_parameters(shape, training)
     if training.data > 1:
         terms["gathered"] = gathered_bytes(shape, training)
     return terms
@@ -123,8 +127,8 @@ def _layer_blocks(shape: ModelShape, training: Training) -> list[int]:
     K), rotated queries and keys (A + K), what attention returns (A); gate and up (2 F), the gate's activation, and that
     times up (2 F). Attention also keeps a float32 for each head. Normed queries and keys come on top.
 
-    transformers projects queries, keys and values apart, and keeps them after rotation only. In bfloat16 its stream is
-    that too, but norms compute in float32 and keep a copy.
+    transformers projects queries, keys and values apart, and keeps them after rotation only. With FSDP in bfloat16 its
+    stream is that too, but norms compute in float32 and keep a copy.
     """
     t, item = training.tensor, training.item_bytes
     hidden, attention, kv = shape.hidden_size, shape.attention_width // t, shape.kv_width // t
@@ -138,7 +142,7 @@ def _layer_blocks(shape: ModelShape, training: Training) -> list[int]:
             blocks += [FLOAT_BYTES * (attention + kv), FLOAT_BYTES * (heads + shape.num_kv_heads)]
             blocks += [item * (attention + kv)] if item < FLOAT_BYTES else []
         return blocks
-    blocks += [FLOAT_BYTES * hidden] * 2 + [item * hidden] * 4
+    blocks += [FLOAT_BYTES * hidden] * 2 + [training.stream_bytes * hidden] * 2 + [item * hidden] * 2
     blocks += [item * attention, item * kv, item * kv, item * attention]
     blocks += [item * width] * 4 + [item * hidden] * 2 * shape.experts_per_token
     if shape.head_norms:
@@ -148,8 +152,7 @@ def _layer_blocks(shape: ModelShape, training: Training) -> list[int]:
 
 def _kept_bytes(shape: ModelShape, training: Training) -> int:
     """Of all layers, until the backward pass has reached them; and three times the last layer's stream for the head."""
-    stream = FLOAT_BYTES if _packed(shape, training) else training.item_bytes
-    each = stream * shape.hidden_size if training.checkpointing else layer_token_bytes(shape, training)
+    each = training.stream_bytes * shape.hidden_size if training.checkpointing else layer_token_bytes(shape, training)
     tokens = shape.num_layers * each + 3 * FLOAT_BYTES * shape.hidden_size
     return training.tokens * tokens + _mask_bytes(shape, training)
 

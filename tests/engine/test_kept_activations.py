@@ -48,7 +48,7 @@ def kept_bytes(model: Any, parameters: list[torch.Tensor], dtype: str = "float32
     (part,) = model.passes(spans, TOKENS)
     autocast = torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == "bfloat16")
     with autocast, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        model.logprobs(part, torch.ones(TOKENS))
+        model.scores(part, torch.ones(TOKENS))
     return sum(kept.values())
 
 
