@@ -58,7 +58,7 @@ def trained_logprobs(directory: Path, row: Row, images: list[bytes]) -> torch.Te
     found = torch.empty(len(span.asked))
     with torch.no_grad():
         for part in model.passes([span], 4096):
-            found[part.order] = model.logprobs(part, torch.ones(len(span.asked)))
+            found[part.order] = model.scores(part, torch.ones(len(span.asked)))
     return found
 
 
