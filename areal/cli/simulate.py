@@ -178,7 +178,7 @@ def _speed_table(args: argparse.Namespace, variant: str, runs: list[_SizedRun]) 
             f"{s.max_concurrent_rollouts:,}",
             str(s.max_head_offpolicyness),
             f"{each.prediction.step_seconds:,.1f}",
-            f"{_tokens_per_second(each):,.0f}",
+            f"{rate:,.0f}" if (rate := _tokens_per_second(each)) >= 100 else f"{rate:.2g}",
             f"{each.prediction.mean_staleness:.1f}",
             each.bottleneck.part,
         )

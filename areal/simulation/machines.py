@@ -26,6 +26,8 @@ from areal.simulation.trace import ClientSpeed, EngineSpeed, Trace, numbers_of
 
 WORKER_SHARE = 0.6
 """How busy the planned rollout workers are on average: more, and episodes wait for each other."""
+GROUP_TAIL = 1.5
+"""Episodes admitted for each that generates or waits: a group counts until its last episode ends."""
 TENSOR_COLLECTIVES = 4
 """Of a layer in a forward and a backward pass."""
 
@@ -256,7 +258,7 @@ class Machines:
             batch_size=batch_size,
             n_samples=n_samples,
             max_head_offpolicyness=eta,
-            max_concurrent_rollouts=max(n_samples, round(engines * requests * (1 + waiting / generating))),
+            max_concurrent_rollouts=max(n_samples, round(engines * requests * (1 + waiting / generating) * GROUP_TAIL)),
             steps=steps,
         )
 
