@@ -238,7 +238,7 @@ def test_whatever_fails_every_step_is_trained_once_and_nothing_is_overused(
 
 def test_speeds_follow_from_the_file() -> None:
     machines = Machines.read(H100, ["gpu.training_mfu=0.5", "weights.from_ranks=false"])
-    assert machines.rank_speed(Ranks(8, 1)).tokens_per_second == pytest.approx(989e12 * 0.5 / (8 * 7.6e9))
+    assert machines.rank_speed(Ranks(8, 1)).tokens_per_second == pytest.approx(989e12 * 0.5 / (10 * 7.6e9))
     assert machines.engine.alone_tokens_per_second == pytest.approx(3.35e12 * 0.7 / 15.2e9)
     assert machines.fewest_ranks == 2
     scenario = machines.scenario(read_trace("lognormal:"), 16, Ranks(16, 1))
