@@ -8,10 +8,10 @@ without a model. `areal simulate` takes its figures for the driver from here (`e
 import argparse
 import asyncio
 import json
+import mmap
 import sys
 import tempfile
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +44,12 @@ async def fetch(address: str) -> None:
     """What an engine on another host does, in a process of its own; prints what it costs that one."""
     began = time.process_time()
     with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as directory:
-        host = HostWeights(Path(directory), Path(directory), partial(connect, address, wire=api_wire()))
+        host = HostWeights(Path(directory), Path(directory), lambda source: connect(address, wire=api_wire()))
         async with asyncio.timeout(DEADLINE_SECONDS):
             here = await host.fetch(published(Path("of another host")))
         fetched = time.process_time()
-        digest_of((Path(here.path) / SHARD).read_bytes())
+        with open(Path(here.path) / SHARD, "r+b") as file, mmap.mmap(file.fileno(), 0) as shard:
+            digest_of(shard)
     print(json.dumps([fetched - began, time.process_time() - fetched]))
 
 
@@ -70,6 +71,8 @@ async def weight_seconds(shared: Path) -> tuple[float, float, float]:
         fetching = await asyncio.create_subprocess_exec(sys.executable, *words, stdout=asyncio.subprocess.PIPE)
         async with asyncio.timeout(DEADLINE_SECONDS):
             printed, _ = await fetching.communicate()
+        if fetching.returncode:
+            raise RuntimeError(f"the process that fetches ended with {fetching.returncode}; its error is above")
         return time.process_time() - began, *json.loads(printed)
     finally:
         await listener.close()
