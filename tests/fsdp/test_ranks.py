@@ -130,6 +130,25 @@ def test_update_that_is_not_finite_changes_nothing_on_any_rank(model: Path, tmp_
         assert ranks.train_batch(batch, mean_nll, 0)["loss"] > 0
 
 
+def test_checkpoint_before_the_first_step_does_not_change_it(model: Path, tmp_path: Path) -> None:
+    """A critic may learn alone at first, and a first update may not be finite."""
+    directory, batch, flat = tmp_path / "checkpoint", random_batch(0), one_process(model)
+    directory.mkdir()
+    broken = random_batch(1)
+    broken.fields["weights"][0] = math.nan
+    flat.train_batch(batch, mean_nll, 0)
+    with opened_ranks(model, "fsdp:d2", tmp_path / "logs") as ranks:
+        with pytest.raises(NonFiniteUpdate):
+            ranks.train_batch(broken, mean_nll, 0)
+        ranks.begin_checkpoint(directory)()
+        ranks.train_batch(batch, mean_nll, 0)
+        torch.testing.assert_close(ranks.logprobs(batch), flat.logprobs(batch), atol=1e-4, rtol=0)
+        ranks.load_checkpoint(directory, {"version": 0, "steps": 0})
+        ranks.begin_checkpoint(tmp_path / "logs")()
+        ranks.train_batch(batch, mean_nll, 0)
+        torch.testing.assert_close(ranks.logprobs(batch), flat.logprobs(batch), atol=1e-4, rtol=0)
+
+
 def test_layers_that_are_computed_again_give_the_same_gradient(model: Path, tmp_path: Path) -> None:
     flat, batch = one_process(model), random_batch(0)
     with opened_ranks(model, "fsdp:d2", tmp_path, gradient_checkpointing=True) as ranks:

@@ -20,6 +20,7 @@ from areal.engine.model.device import to_host
 from areal.engine.sharded.model import ShardedModel
 from areal.engine.training.engine import Loss, TokenBatch, learning_rate
 from areal.engine.training.figures import Figures
+from areal.engine.training.moments import KINDS
 from areal.engine.training.packing import Pack
 
 
@@ -119,9 +120,15 @@ class RankLearner:
             {"params": [each for each in parameters if each.dim() <= 1], "weight_decay": 0.0},
         ]
         groups = [group for group in groups if group["params"]]
-        return torch.optim.AdamW(
+        optimizer = torch.optim.AdamW(
             groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, foreach=False
         )
+        # A checkpoint may come before the first step. torch would make up moments for it by a step of its own, which
+        # counts, or would find none if there are gradients.
+        for parameter in parameters:
+            moments = {kind: torch.zeros_like(parameter, requires_grad=False) for kind in KINDS}
+            optimizer.state[parameter] = {"step": torch.tensor(0.0), **moments}
+        return optimizer
 
     def _gradient_norm(self) -> float:
         """Over all ranks, on any mesh: what several ranks hold counts once."""
