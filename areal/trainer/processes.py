@@ -193,7 +193,7 @@ class Processes:
                     if (placement.returncode or 0) >= 0:
                         raise
                 if not self._may_restart(place):
-                    raise
+                    raise _lost(place, str(died)) from None
                 logger.warning("%s; it is started again", died)
             else:
                 return placement
@@ -244,8 +244,12 @@ class Processes:
             return
         if place.role == WORKER_ROLE and (placement.returncode or 0) > 0:
             why += "; an inline agent that ends its process does this, rollout.agent.mode=subproc keeps it apart"
-        lost = RanksLost if place.role == RANK_ROLE else ProcessDied
-        self._on_failure(lost(died + why))
+        self._on_failure(_lost(place, died + why))
+
+
+def _lost(place: ProcessPlace, why: str) -> ProcessDied:
+    """A rank that is killed takes all of them along, and the run starts them together again."""
+    return RanksLost(why) if place.role == RANK_ROLE else ProcessDied(why)
 
 
 def _new_directory() -> str:

@@ -8,7 +8,7 @@ import signal
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -36,6 +36,7 @@ from areal.trainer.run_directory import RunDirectory, explained_storage_errors
 from areal.trainer.tasks import digest_of_tasks
 from areal.utils.closing import Closing
 from areal.utils.hf_utils import load_hf_tokenizer
+from areal.utils.shorten import first_line
 
 if TYPE_CHECKING:
     from areal.trainer.exporter import Exporter
@@ -249,9 +250,10 @@ class TrainingRun(ABC):
                 self._train()
             return self._finish()
         except Interrupted:
-            self._stop()
+            self._stop_as_asked()
             raise self._interruption.ending() from None
         except RanksLost:  # and with them what could be saved
+            self._let_saving_end()
             raise
         except Exception:
             if self._step:
@@ -305,6 +307,21 @@ class TrainingRun(ABC):
         saving, self._saving = self._saving, None
         if saving is not None:
             saving.result()
+
+    def _let_saving_end(self) -> None:
+        """A checkpoint whose ranks are lost fails, or is whole: nothing of it is written once the run has gone on."""
+        if self._saving is not None:
+            wait([self._saving])
+
+    def _stop_as_asked(self) -> None:
+        """Whatever ends a job may end its ranks too, and it is over then."""
+        try:
+            self._stop()
+        except (Interrupted, RanksLost) as error:  # calls of a cluster raise the former once the run was asked to end
+            self._let_saving_end()
+            self._progress.close()
+            why = first_line(error.__cause__ or error)
+            self._progress.say(f"step {self._step} could not be saved: {why}; older checkpoints are intact")
 
     def _stop(self) -> None:
         """End before the last step, with everything saved."""

@@ -3,7 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from areal.api.errors import ProcessDied
+from areal.api.errors import ProcessDied, RanksLost
+from areal.api.messages import RANK_ROLE
 from areal.config.training import SchedulerConfig
 from areal.infra.scheduler import Ask, Placement
 from areal.trainer.processes import HOUR_SECONDS, Processes, RestartBudget
@@ -98,3 +99,15 @@ async def test_process_whose_keeper_dies_while_the_run_starts_is_started_again_w
     finally:
         await processes.close()
     assert place.starts >= starts if starts == 3 else place.starts == starts
+
+
+@pytest.mark.slow
+async def test_rank_that_is_killed_while_the_run_starts_is_lost_as_at_any_other_time(tmp_path: Path) -> None:
+    processes = Processes(SchedulerConfig(), tmp_path / "logs", lambda error: None)
+    place = _StartedThirdTime(processes)
+    place.role = RANK_ROLE
+    try:
+        with pytest.raises(RanksLost, match="its keeper was killed"):
+            await asyncio.wait_for(processes.start([place], never_again=[RANK_ROLE]), 60)
+    finally:
+        await processes.close()

@@ -3,13 +3,15 @@
 import os
 import signal
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from areal.api.errors import EngineError
+from areal.api.errors import EngineError, RanksLost
 from areal.config.experiment import ExperimentConfig
 from areal.trainer.display import Progress
 from areal.trainer.run import Interrupted, Interruption, TrainingRun
@@ -79,17 +81,48 @@ def test_sigterm_saves_and_ends_with_its_exit_code() -> None:
     assert run.saved == [1]
 
 
+@pytest.mark.parametrize("lost", [RanksLost("rank 1 was killed"), Interrupted()])
+def test_ranks_that_end_with_the_run_do_not_start_it_again(lost: Exception, capsys: pytest.CaptureFixture[str]) -> None:
+    run = OneStep(signal.SIGTERM, saving_fails_with=lost)
+    with pytest.raises(SystemExit) as ended:
+        run.execute()
+    assert ended.value.code == 143
+    assert "step 1 could not be saved" in capsys.readouterr().err
+
+
+def test_run_that_lost_its_ranks_lets_the_checkpoint_end_before_it_goes_on() -> None:
+    """Otherwise its files would be in the way of the same checkpoint, written once more."""
+    run, ended = OneStep(RanksLost("rank 1 was killed")), []
+
+    def write() -> None:
+        time.sleep(0.2)
+        ended.append(True)
+
+    with ThreadPoolExecutor(1) as thread:
+        run._saving = thread.submit(write)
+        with pytest.raises(RanksLost):
+            run.execute()
+        assert ended == [True]
+
+
 class OneStep(TrainingRun):
     """Takes a step, and then meets with what it was given: an error, a signal, or the end, where its summary fails."""
 
-    def __init__(self, then: Exception | signal.Signals | None) -> None:
+    def __init__(self, then: Exception | signal.Signals | None, *, saving_fails_with: Exception | None = None) -> None:
         directory = SimpleNamespace(path=Path("run"))
         parts: Any = SimpleNamespace(
-            directory=directory, engine=None, tokenizer=None, total_steps=3, state={"step": 0}, fingerprint={}
+            directory=directory,
+            engine=None,
+            tokenizer=None,
+            total_steps=3,
+            state={"step": 0},
+            fingerprint={},
+            critic=None,
         )
         super().__init__(ExperimentConfig(), parts, Progress(3))
         self.saved: list[int] = []
         self._then = then
+        self._saving_fails_with = saving_fails_with
 
     def _train(self) -> None:
         self._step += 1
@@ -100,6 +133,8 @@ class OneStep(TrainingRun):
         self._interruption.check()
 
     def _save(self) -> Path:
+        if self._saving_fails_with is not None:
+            raise self._saving_fails_with
         self.saved.append(self._step)
         return Path("run/checkpoint")
 
