@@ -48,9 +48,13 @@ async def fetch(address: str) -> None:
         async with asyncio.timeout(DEADLINE_SECONDS):
             here = await host.fetch(published(Path("of another host")))
         fetched = time.process_time()
-        with open(Path(here.path) / SHARD, "r+b") as file, mmap.mmap(file.fileno(), 0) as shard:
-            digest_of(shard)
+        check(Path(here.path) / SHARD)
     print(json.dumps([fetched - began, time.process_time() - fetched]))
+
+
+def check(path: Path) -> None:
+    with open(path, "r+b") as file, mmap.mmap(file.fileno(), 0) as shard:
+        digest_of(shard)
 
 
 def published(directory: Path) -> WeightUpdate:

@@ -13,8 +13,9 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "fsdp"))
 
+from cluster_driver import ROOT
 from ranks_harness import check_comparison
-from ray_driver import NODE_CPUS, ROOT, Driver
+from ray_driver import NODE_CPUS, Driver
 
 from benchmarks.clusters import Hosts, RayCluster, command_line, why_no_hosts
 
@@ -73,6 +74,6 @@ def test_killed_rank_on_another_host_ends_all_and_the_run_goes_on(
     finally:
         driver.end()
     assert "the run goes on from its newest checkpoint" in driver.text
-    assert [row["step"] for row in driver.read("metrics.jsonl") if "loss" in row] == list(range(1, 21))
-    tasks = [row["task_id"] for row in driver.read("rollouts.jsonl")]
+    assert [row["step"] for row in driver.steps()] == list(range(1, 21))
+    tasks = [row["task_id"] for row in driver.rollouts()]
     assert {tasks.count(task) for task in tasks} == {4}, "a group was trained twice, or in part"

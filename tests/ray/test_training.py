@@ -7,24 +7,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import areal
+from cluster_driver import CONFIG, SMALL
 
-CONFIG = Path(areal.__file__).parents[1] / "examples/agent_workflow/config.yaml"
-SMALL = (
-    "experiment_name=sort",
-    "trial_name=one",
-    "gconfig.n_samples=4",
-    "train_dataset.batch_size=4",
-    "valid_dataset.size=16",
-    "evaluator.freq_steps=null",
-    "saver.freq_steps=null",
-    "scheduler.type=ray",
-)
 RUN_SECONDS = 110
 
 
 def _train(cluster: Any, directory: Path, *settings: str) -> "subprocess.CompletedProcess[str]":
-    argv = ["train", "--config", str(CONFIG), *SMALL, f"scheduler.ray_address={cluster.address}", *settings]
+    placed = ("scheduler.type=ray", f"scheduler.ray_address={cluster.address}")
+    argv = ["train", "--config", str(CONFIG), *SMALL, *placed, *settings]
     return subprocess.run(
         [sys.executable, "-m", "areal.cli.main", *argv],
         cwd=directory,

@@ -10,10 +10,11 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "fsdp"))
 
+from cluster_driver import ROOT
 from ranks_harness import check_comparison
-from slurm_driver import CONFIG, RUN_SECONDS, Driver
+from slurm_driver import Driver
 
-from benchmarks.clusters import Hosts, SlurmCluster, command_line, until
+from benchmarks.clusters import Hosts, SlurmCluster, command_line
 
 COMPARE = Path(__file__).parents[1] / "fsdp/compare_ranks.py"
 COMPARE_SECONDS = 500
@@ -25,7 +26,7 @@ def test_ranks_on_two_hosts_compute_what_one_process_does(cluster: SlurmCluster)
     place.mkdir()
     done = subprocess.run(
         [sys.executable, str(COMPARE), '{"type": "slurm", "nodes": 2}', str(place), "4"],
-        env={**os.environ, **cluster.env, "PYTHONPATH": str(CONFIG.parents[2])},
+        env={**os.environ, **cluster.env, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=COMPARE_SECONDS,
@@ -48,7 +49,7 @@ def test_killed_rank_on_another_host_ends_all_and_the_run_goes_on(
         "rollout.max_head_offpolicyness=0",
         output_dir=cluster.config.parent / "killed",  # where all hosts see it
     )
-    until(lambda: len(driver.steps()) >= 6, RUN_SECONDS, "sixth step")
+    driver.until_step(6)
     victims = [pid for pid in hosts.of_runs() if command_line(pid).rstrip().endswith("areal.engine.sharded.rank 1")]
     os.kill(victims[0], signal.SIGKILL)
     assert driver.wait() == 0, driver.text

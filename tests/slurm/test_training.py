@@ -1,6 +1,5 @@
 """A run over two hosts of a real Slurm cluster that share neither loopback, shared memory nor /tmp."""
 
-import json
 import os
 import shutil
 import signal
@@ -10,16 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
-from slurm_driver import CONFIG, RUN_SECONDS, SMALL, Driver
+from cluster_driver import AGENT, CONFIG, RUN_SECONDS, SMALL
+from slurm_driver import ON_SLURM, Driver
 
 from benchmarks.clusters import Hosts, SlurmCluster, until
 
-AGENT = """
-from areal.workflow.openai.math_agent import MathAgent
-
-class OwnAgent(MathAgent):
-    '''In a module that no other host has.'''
-"""
 REWARDS = """
 SCORE = 0.5
 
@@ -67,8 +61,8 @@ def test_an_agent_trains_across_two_hosts_that_have_neither_the_model_nor_its_mo
     rollouts = driver.rollouts()
     assert len(rollouts) == 5 * 4 * 4
     assert {row["reward"] for row in rollouts} == {0.0, 1.0}
-    summary = json.loads((driver.run_dir / "summary.json").read_text())
-    assert 0 < summary["max_logprob_difference"] < 1e-4, "the trainer computes what the engines on other hosts sampled"
+    difference = driver.read("summary.json")["max_logprob_difference"]
+    assert 0 < difference < 1e-4, "the trainer computes what the engines on other hosts sampled"
     assert max(row["version_max"] for row in rollouts) > 0, "new weights reached the engines"
     until(lambda: not _of_the_run(hosts), 5, "hosts without processes of the run")
 
@@ -102,7 +96,7 @@ def test_a_killed_worker_on_another_host_costs_no_group(
     cluster: SlurmCluster, hosts: Hosts, model: Path, tmp_path: Path
 ) -> None:
     driver = Driver(cluster, tmp_path, f"actor.path={model}", "total_train_steps=12", "rollout.num_workers=2")
-    until(lambda: len(driver.steps()) >= 2, RUN_SECONDS, "second step")
+    driver.until_step(2)
     victims = [pid for pid in _of_the_run(hosts) if "areal.rollout.worker" in _command(pid)]
     assert len(victims) == 2, driver.text
     os.kill(victims[0], signal.SIGKILL)
@@ -118,7 +112,7 @@ def test_kill_9_of_the_driver_leaves_nothing_anywhere(
     cluster: SlurmCluster, hosts: Hosts, model: Path, tmp_path: Path
 ) -> None:
     driver = Driver(cluster, tmp_path, f"actor.path={model}", "total_train_steps=500")
-    until(lambda: len(driver.steps()) >= 2, RUN_SECONDS, "second step")
+    driver.until_step(2)
     assert _of_the_run(hosts)
     driver.process.send_signal(signal.SIGKILL)
     driver.process.wait(10)
@@ -140,7 +134,7 @@ def test_a_pulled_cable_is_noticed_and_the_run_goes_on(
         "rollout.backend=embedded:d2",
         "rollout.num_workers=2",
     )
-    until(lambda: len(driver.steps()) >= 2, RUN_SECONDS, "second step")
+    driver.until_step(2)
     try:
         hosts.pull_cable("h2")
         began = time.monotonic()
@@ -170,6 +164,7 @@ def test_areal_train_submits_itself_and_follows_the_log(cluster: SlurmCluster, t
         "--config",
         str(CONFIG),
         *SMALL,
+        *ON_SLURM,
         f"actor.path={model}",
         f"output_dir={shared}",
         "total_train_steps=5",
