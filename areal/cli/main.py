@@ -171,7 +171,7 @@ def _declare_doctor(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gpu-memory-gb", type=float, metavar="N", help="plan for GPUs of this size (default: those here)"
     )
-    parser.add_argument("--gpus-per-node", type=int, metavar="N", help="of each host (default: those here)")
+    parser.add_argument("--gpus-per-node", type=int, metavar="N", help="of each host (default: those here, or 1)")
     parser.add_argument("--host-memory-gb", type=float, metavar="N", help="of each host (default: what is here)")
     parser.add_argument("--prompt-tokens", type=int, default=1024, metavar="N", help="of a task (1024)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")

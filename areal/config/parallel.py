@@ -27,7 +27,7 @@ class Ranks:
         if found is None:
             raise ConfigError(
                 "backend must be fsdp:dN, or fsdp:dNtM for N data-parallel groups of M tensor-parallel ranks each, "
-                f"got {text!r}; e.g. fsdp:d4 or fsdp:d4t2, or leave it out to train in the driver itself"
+                f"got {text!r}; e.g. fsdp:d4 or fsdp:d4t2, or leave it empty to train in the driver itself"
             )
         ranks = cls(int(found["data"] or 1), int(found["tensor"] or 1))
         require(ranks.data >= 1, f"backend must have d >= 1, got {text!r}; use d1 for one share")

@@ -97,10 +97,18 @@ class Demand:
 @dataclass(frozen=True)
 class Plan:
     demands: list[Demand]
+    gpus: int = 0
+    """That the processes ask for; those that state none share one."""
+    gpus_there: int | None = None
+    """On all hosts together; None = that is not known, as of a Ray cluster."""
+
+    @property
+    def enough_gpus(self) -> bool:
+        return self.gpus_there is None or self.gpus <= self.gpus_there
 
     @property
     def fits(self) -> bool:
-        return all(demand.fits for demand in self.demands)
+        return self.enough_gpus and all(demand.fits for demand in self.demands)
 
     def of(self, place: str) -> Demand | None:
         return next((demand for demand in self.demands if demand.place == place), None)
@@ -145,7 +153,22 @@ def plan(
         here.append(("shared memory", 1, published))
         demands = _shared_gpu(config, demands)
     demands.append(Demand("host memory", _summed(here), _usable(machine.host_bytes)))
-    return Plan(demands)
+    return Plan(demands, _gpus_asked(config), _gpus_there(config, machine))
+
+
+def _gpus_asked(config: ExperimentConfig) -> int:
+    ranks = Ranks.parse(config.actor.backend).count if config.actor.backend else 1
+    asked = ranks * (config.actor.gpus or 0)
+    if isinstance(config, PPOConfig) and not config.rollout.addresses:
+        backend = Backend.parse(config.rollout.backend)
+        apart = backend.gpus_each if backend.gpus_each > 1 else 0
+        asked += backend.servers * (apart if config.rollout.gpus is None else config.rollout.gpus)
+    return asked
+
+
+def _gpus_there(config: ExperimentConfig, machine: HostMemory) -> int | None:
+    hosts = {"local": 1, "slurm": config.scheduler.nodes}.get(config.scheduler.type)
+    return None if hosts is None else hosts * (machine.gpus_per_node if machine.gpu_bytes else 0)
 
 
 def _on_one_host(demand: Demand, machine: HostMemory) -> int:
@@ -342,16 +365,27 @@ def _planned(
     place: str,
     prompt_tokens: int,
 ) -> list[Demand]:
-    """The place under these settings, or what has taken its place; nothing if they are refused."""
+    """The place under these settings, or what has taken its place; nothing if they are refused, or if something else
+    would no longer fit."""
     try:
         changed = with_settings(config, settings)
     except ConfigError:
         return []
     planned = plan(changed, models, machine, prompt_tokens=prompt_tokens)
+    if _harms(plan(config, models, machine, prompt_tokens=prompt_tokens), planned):
+        return []
     same = planned.of(place)
     if same is not None:
         return [same]
     return [each for each in planned.demands if each.place in (_who(changed), SHARED_GPU, "engines")]
+
+
+def _harms(before: Plan, after: Plan) -> bool:
+    """Whether anything that was enough before is no longer."""
+    if not after.enough_gpus and after.gpus > before.gpus:
+        return True
+    fitted = [demand.place for demand in before.demands if demand.fits]
+    return any(demand.place in fitted for demand in after.demands if not demand.fits)
 
 
 def _changes(config: ExperimentConfig, shape: ModelShape, machine: HostMemory) -> Iterator[dict[str, Any]]:
@@ -425,6 +459,15 @@ def verdict(demand: Demand, found: Sequence[Remedy]) -> str:
     if demand.place == "shared memory":
         return f"{text}; make it larger (in a container: docker run --shm-size={_rounded(demand.total)}g)"
     return f"{text}; no three settings together would do: take a larger machine or a smaller model"
+
+
+def gpu_verdict(planned: Plan) -> str:
+    """One sentence on GPUs that are too few."""
+    return (
+        f"does not fit: the run asks for {planned.gpus} GPUs, {planned.gpus_there} are there; use fewer ranks "
+        "(actor.backend) or servers (rollout.backend), or describe other machines with --gpu-memory-gb and "
+        "--gpus-per-node, on Slurm also scheduler.nodes"
+    )
 
 
 def _rounded(size: int) -> int:

@@ -140,3 +140,22 @@ def test_no_compiler_is_a_note_with_its_remedy(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(shutil, "which", lambda name: None)
     assert checks.check_compiler().state == "note"
     assert "g++" in checks.check_compiler().remedy
+
+
+def test_ranks_that_cannot_train_the_model_are_missing_with_a_backend_that_works() -> None:
+    ranks, _ = checks.check_model(str(LARGE), "fsdp:d2t3")
+    assert ranks.state == "missing"
+    assert "num_attention_heads, which is 28" in ranks.found
+    assert ranks.remedy == "set it to fsdp:d3t2"
+
+
+@pytest.mark.slow
+def test_a_model_that_is_not_there_is_named_once_and_ends_with_1(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    code, shown = doctor(capsys, f"actor.path={tmp_path}/none", "actor.backend=fsdp:d2", "--json")
+    assert code == 1
+    report = json.loads(shown)
+    (found,) = [each for each in report["checks"] if "no model directory" in each["found"]]
+    assert found["remedy"] == "name one that has a config.json (--model DIR)"
+    assert "memory" not in report

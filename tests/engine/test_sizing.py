@@ -9,11 +9,11 @@ from areal.api.errors import ModelError
 from areal.config.experiment import GRPOConfig
 from areal.config.parallel import Ranks
 from areal.config.rollout import GenerationHyperparameters, RolloutConfig
-from areal.config.training import ActorConfig
+from areal.config.training import ActorConfig, SchedulerConfig
 from areal.engine import memory
 from areal.engine.memory import Serving, Training, pass_terms, state_terms, trie_tokens
 from areal.engine.model.shape import ModelShape, read_shape
-from areal.engine.sizing import GIB, HostMemory, plan, remedies, verdict, with_settings
+from areal.engine.sizing import GIB, HostMemory, gpu_verdict, plan, remedies, verdict, with_settings
 
 CONFIGS = Path(__file__).parent / "model_configs"
 H100_NODE = HostMemory(1000 * GIB, 500 * GIB, 80 * GIB, 8)
@@ -28,6 +28,7 @@ def config(**actor: object) -> GRPOConfig:
         actor=ActorConfig(path="a model", **actor),  # type: ignore[arg-type]
         gconfig=GenerationHyperparameters(n_samples=8, max_new_tokens=4096),
         rollout=RolloutConfig(backend="vllm:d4t2", gpus=2, dtype="bfloat16"),
+        scheduler=SchedulerConfig(type="ray"),  # as many GPUs as it takes
     )
 
 
@@ -226,3 +227,34 @@ def test_keys_and_values_are_spread_over_the_gpus_of_a_server() -> None:
     model = shape("qwen2.5-7b")
     assert memory.kv_token_bytes(model, Serving(1, 1, "bfloat16")) == 2 * 28 * 4 * 128 * 2
     assert memory.kv_token_bytes(model, Serving(1, 1, "bfloat16", gpus=4)) == 2 * 28 * 128 * 2
+
+
+def test_more_gpus_than_there_are_do_not_fit_and_are_not_advised() -> None:
+    models = {"actor": shape("qwen2.5-7b")}
+    settings = config(backend="fsdp:d4", gpus=1, dtype="bfloat16")
+    settings.rollout = RolloutConfig(backend="vllm:d4", gpus=1, dtype="bfloat16")
+    settings.scheduler = SchedulerConfig(type="local")
+    planned = plan(settings, models, replace(H100_NODE, gpus_per_node=4))
+    assert not planned.fits
+    assert "asks for 8 GPUs, 4 are there" in gpu_verdict(planned)
+    assert plan(settings, models, H100_NODE).enough_gpus
+    advised = remedies(settings, models, H100_NODE, "actor ranks")
+    assert advised
+    assert not [each for each in advised if "actor.backend" in each.settings]
+    for kind, fitting in (("slurm", True), ("ray", True), ("local", False)):
+        settings.scheduler = SchedulerConfig(type=kind, nodes=2)  # type: ignore[arg-type]
+        assert plan(settings, models, replace(H100_NODE, gpus_per_node=4)).enough_gpus == fitting
+
+
+def test_what_is_advised_for_one_place_leaves_room_in_the_others() -> None:
+    models, settings = {"actor": shape("qwen2.5-7b")}, config(backend="fsdp:d4", gpus=1, dtype="bfloat16")
+    settings.rollout = RolloutConfig(backend="vllm:d4", gpus=1, dtype="bfloat16")
+    settings.actor.gradient_checkpointing = True
+    settings.scheduler = SchedulerConfig(type="local")
+    small = replace(H100_NODE, gpu_bytes=24 * GIB)
+    assert {"actor.offload": True} in [each.settings for each in remedies(settings, models, small, "actor ranks")]
+    # The state that was moved there would not fit the host.
+    smaller = replace(small, host_bytes=200 * GIB)
+    assert plan(settings, models, smaller).of("host memory").fits  # type: ignore[union-attr]
+    advised = remedies(settings, models, smaller, "actor ranks")
+    assert not [each for each in advised if "actor.offload" in each.settings]

@@ -6,6 +6,7 @@ Every check is a line: what was found, and a remedy where something is missing. 
 import argparse
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict
 
 from rich.console import Console
@@ -13,12 +14,12 @@ from rich.table import Table
 from rich.text import Text
 
 from areal.api.errors import ConfigError
-from areal.cli.doctor.checks import MARKS, Check, all_checks, check_template
+from areal.cli.doctor.checks import MARKS, MODEL, Check, all_checks, check_model
 from areal.cli.doctor.machine import find_files, this_machine
 from areal.config.experiment import GRPOConfig
 from areal.config.loader import load_expr_config
 from areal.engine.model.shape import ModelShape, read_shape
-from areal.engine.sizing import GIB, Demand, HostMemory, Plan, Remedy, plan, remedies, verdict
+from areal.engine.sizing import GIB, Demand, HostMemory, Plan, Remedy, gpu_verdict, plan, remedies, verdict
 
 MISSING = 1
 SMALL_SHARE = 0.002
@@ -31,32 +32,44 @@ def run(args: argparse.Namespace) -> int:
     _check_arguments(args)
     console = Console(highlight=False, file=sys.stderr if args.json else sys.stdout)
     checks = []
-    for check in all_checks(config, chosen=bool(words)):
+    for check in _checks(args, config, chosen=bool(words)):
         checks.append(check)
         if not args.json:
             console.print(_line(check))
-    path = args.model or config.actor.path
-    if args.model or words:
-        checks.append(check_template(path))
-        if not args.json:
-            console.print(_line(checks[-1]))
-    sized = _size(args, config) if words else None
+    failed = [check.name for check in checks if check.state == "missing"]
+    sized = _size(args, config) if words and MODEL not in failed else None
     if sized is not None and not args.json:
         _show_plan(console, *sized)
     fits = sized is None or sized[2].fits
     if args.json:
         print(json.dumps(_as_json(checks, sized)))
-    failed = [check.name for check in checks if check.state == "missing"]
     if failed and not args.json:
         console.print(Text(f"missing: {', '.join(failed)}", style="bold red"))
     return 0 if fits and not failed else MISSING
 
 
+def _checks(args: argparse.Namespace, config: GRPOConfig, *, chosen: bool) -> Iterator[Check]:
+    """Of the machine, and of the model where one is named."""
+    yield from all_checks(config, chosen=chosen)
+    if args.model or chosen:
+        yield from check_model(args.model or config.actor.path, config.actor.backend if chosen else "")
+
+
+_DEFAULTS = {
+    "gpu_memory_gb": "this machine's",
+    "gpus_per_node": "this machine's",
+    "host_memory_gb": "this machine's",
+    "prompt_tokens": "1024",
+}
+
+
 def _check_arguments(args: argparse.Namespace) -> None:
-    for name in ("gpu_memory_gb", "gpus_per_node", "host_memory_gb", "prompt_tokens"):
+    for name in _DEFAULTS:
         value = getattr(args, name)
         if value is not None and value <= 0:
-            raise ConfigError(f"--{name.replace('_', '-')} must be > 0, got {value:g}")
+            raise ConfigError(
+                f"--{name.replace('_', '-')} must be > 0, got {value:g}; leave it out to take {_DEFAULTS[name]}"
+            )
 
 
 Sized = tuple[dict[str, ModelShape], HostMemory, Plan, dict[str, list[Remedy]]]
@@ -120,6 +133,8 @@ def _show_plan(
     for demand in planned.demands:
         if not demand.fits:
             console.print(Text(verdict(demand, found[demand.place]), style="bold red"))
+    if not planned.enough_gpus:
+        console.print(Text(gpu_verdict(planned), style="bold red"))
     if planned.fits:
         console.print(Text("fits", style="green"))
 
@@ -149,6 +164,7 @@ def _as_json(checks: list[Check], sized: Sized | None) -> dict[str, object]:
         shown["parameters"] = {name: shape.parameters for name, shape in models.items()}
         shown["machine"] = asdict(machine)
         shown["fits"] = planned.fits
+        shown["gpus"] = {"asked": planned.gpus, "there": planned.gpus_there}
         shown["memory"] = [
             {
                 **asdict(demand),

@@ -13,12 +13,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Literal
 
-from areal.api.errors import ArealError, ConfigError
+from areal.api.errors import ArealError, ConfigError, ModelError
 from areal.cli.doctor.machine import SHARED_MEMORY, find_files
 from areal.config.backend import Backend
 from areal.config.experiment import PPOConfig
+from areal.config.parallel import Ranks
 from areal.engine.sizing import GIB
 from areal.infra.rpc.sockets import address_towards
 from areal.infra.scheduler.local import GPU_FILES
@@ -33,6 +35,8 @@ ASK_SECONDS = 20.0
 SOME_OTHER_HOST = "192.0.2.1"
 """Reserved for examples. Nothing is sent to it: it only stands for a host that is not this one."""
 SLURM_PROGRAMS = ("sinfo", "squeue", "salloc", "sbatch", "srun", "scontrol")
+MODEL = "model"
+"""The name of the check without which nothing can be planned."""
 SERVERS = {"vllm": "vLLM", "sglang": "SGLang"}
 
 
@@ -45,7 +49,7 @@ class Check:
 
 
 def all_checks(config: PPOConfig, *, chosen: bool) -> Iterator[Check]:
-    """`chosen` = the config is the user's own, so what it names must be there."""
+    """Of the machine. `chosen` = the config is the user's own, so what it names must be there."""
     yield check_python()
     yield check_compiler()
     yield check_ports(config.scheduler.address, needed=chosen and config.scheduler.type != "local")
@@ -55,8 +59,19 @@ def all_checks(config: PPOConfig, *, chosen: bool) -> Iterator[Check]:
     yield from check_engines(config, chosen=chosen)
     yield check_sandbox()
     yield from check_torch()
-    if chosen and config.actor.backend:
-        yield check_sharding(config.actor.backend)
+
+
+def check_model(path: str, backend: str) -> Iterator[Check]:
+    """Its files, whether the ranks of `backend`, if there are any, can train it, and its template."""
+    try:
+        directory = find_files(path)
+    except ModelError as error:
+        found, _, remedy = str(error).partition("; ")
+        yield Check(MODEL, "missing", found, remedy)
+        return
+    if backend:
+        yield check_sharding(backend, directory)
+    yield check_template(path)
 
 
 def check_python() -> Check:
@@ -227,9 +242,17 @@ def _version_in(python: str, package: str) -> str:
     return _answer([python, "-c", f"import importlib.metadata as m; print(m.version({package!r}))"])
 
 
-def check_sharding(backend: str) -> Check:
+def check_sharding(backend: str, directory: Path) -> Check:
+    """Whether there is what ranks need, and whether these can train the model."""
     if find_spec("accelerate") is None:
         return Check("ranks", "missing", f"actor.backend={backend} needs accelerate", "pip install 'areal[fsdp]'")
+    from areal.engine.sharded.trainable import require_trainable
+
+    try:
+        require_trainable(directory, Ranks.parse(backend))
+    except ModelError as error:
+        found, _, remedy = str(error).partition("; ")
+        return Check("ranks", "missing", found, remedy)
     return Check("ranks", "ok", f"transformers {version('transformers')} with accelerate {version('accelerate')}")
 
 

@@ -47,12 +47,13 @@ def find_files(path: str) -> Path:
     if directory.is_dir():
         return directory
     if path.count("/") != 1 or path.startswith((".", "~", "/")):
-        raise ModelError(f"no model directory at {path!r}; give --model one with a config.json")
+        raise ModelError(f"no model directory at {path!r}; name one that has a config.json (--model DIR)")
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(path, allow_patterns=["*.json", "*.jinja", "*.model"]))
     except (OSError, ValueError) as error:  # the hub's errors are of both kinds
         raise ModelError(
-            f"the config of {path!r} cannot be fetched ({error.__class__.__name__}); give --model a directory with it"
+            f"the config of {path!r} cannot be fetched ({error.__class__.__name__}); name a directory that has it "
+            "(--model DIR)"
         ) from None
