@@ -164,7 +164,25 @@ def test_four_slurm_nodes_have_their_gpus_filled() -> None:
     places, free = pack(asks, nodes)
     assert len(places) == len(asks)
     assert [node.gpus for node in free] == [0, 0, 0, 0]
+    assert len({node.name for name, node in places if name.startswith("rank ")}) == 1
     assert {"--nodes=4", "--gres=gpu:8"} <= set(allocation_options(asks, config.scheduler.nodes))
+
+
+def test_the_pages_say_what_the_plan_of_one_machine_says() -> None:
+    def needed(*overrides: str) -> float:
+        planned = plan(
+            load("one_machine.yaml", *overrides), {"actor": MODEL}, HostMemory(1000 * GIB, 500 * GIB, 80 * GIB, 8)
+        )
+        ranks = planned.of("actor ranks")
+        assert ranks
+        return ranks.total / GIB
+
+    example, sizing = (EXAMPLES / "README.md").read_text(), (ROOT / "docs/sizing.md").read_text()
+    assert f"plans {needed():.0f} of 80 GiB" in example
+    assert f"need {needed('actor.backend=fsdp:d2', 'rollout.backend=vllm:d6'):.0f} of 80 GiB" in example
+    plain = needed("actor.gradient_checkpointing=false")
+    assert f"would need {plain:.0f} GiB" in example
+    assert f" usable {plain:18.2f}\n" in sizing
 
 
 # KubeRay
