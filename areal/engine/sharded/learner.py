@@ -18,7 +18,7 @@ from areal.config.parallel import Ranks
 from areal.config.training import OptimizerConfig
 from areal.engine.model.device import to_host
 from areal.engine.sharded.model import ShardedModel
-from areal.engine.training.engine import Loss, TokenBatch, learning_rate
+from areal.engine.training.engine import Loss, TokenBatch, learning_rate, sum_of_squares
 from areal.engine.training.figures import Figures
 from areal.engine.training.moments import KINDS
 from areal.engine.training.packing import Pack
@@ -136,7 +136,7 @@ class RankLearner:
         for parameter in self.model.module.parameters():
             if parameter.grad is not None:
                 local, copies = _local(parameter.grad)
-                squares.append(local.norm().double().square() / copies)
+                squares.append(sum_of_squares(local) / copies)
         return math.sqrt(_sum(float(torch.stack(squares).sum()) if squares else 0.0))
 
     def _step(self, rate: float, norm: float) -> None:

@@ -35,6 +35,9 @@ from areal.engine.training.packing import PackedDecoder, Span
 Loss = Callable[[Tensor, dict[str, Tensor]], tuple[Tensor, Figures]]
 """(scores [n], per-token fields [n]) -> (summed weighted loss, figures)"""
 
+SUMMED_VALUES = 1 << 22
+"""So many are held in double precision at a time."""
+
 
 @dataclass
 class TokenBatch:
@@ -201,7 +204,7 @@ class TrainingEngine(ScoringEngine):
             value.backward()
             parts += [figures, Figures(mean={"loss": value.detach()}, total={"forward_tokens": part.tokens})]
         whole = Figures.of_passes(parts)
-        norm = float(self.flat_grad.norm())
+        norm = math.sqrt(sum_of_squares(self.flat_grad))
         if not (math.isfinite(whole["loss"]) and math.isfinite(norm)):
             raise NonFiniteUpdate(
                 f"the loss and the gradient norm must be finite, got {whole['loss']} and {norm}; "
@@ -302,6 +305,16 @@ class TrainingEngine(ScoringEngine):
         self._optimizer.step()
         # The fused step does not count as a change, which is how what was kept of the old weights is known to be old.
         torch.autograd.graph.increment_version(self.flat)
+
+
+def sum_of_squares(values: Tensor) -> Tensor:
+    """In double precision where the device has it, a piece at a time.
+
+    On a CPU torch's norm of float32 loses values: of 300 million equal ones it finds 128 in place of 173.
+    """
+    pieces = values.detach().reshape(-1).split(SUMMED_VALUES)
+    exact = torch.float32 if values.device.type == "mps" else torch.float64
+    return torch.stack([piece.to(exact).square().sum() for piece in pieces]).sum()
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
