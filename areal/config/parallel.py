@@ -6,6 +6,8 @@ from typing import Self
 
 from areal.config.errors import ConfigError, require
 
+MOST_RANKS = 65_536
+"""More is a typing error."""
 _SPELLING = re.compile(r"fsdp:(?=[dt])(?:d(?P<data>[0-9]+))?(?:t(?P<tensor>[0-9]+))?")
 
 
@@ -32,4 +34,8 @@ class Ranks:
         ranks = cls(int(found["data"] or 1), int(found["tensor"] or 1))
         require(ranks.data >= 1, f"backend must have d >= 1, got {text!r}; use d1 for one share")
         require(ranks.tensor >= 1, f"backend must have t >= 1, got {text!r}; leave t out")
+        require(
+            ranks.count <= MOST_RANKS,
+            f"backend must have at most {MOST_RANKS:,} ranks, got {text!r}; each is a process with a device of its own",
+        )
         return ranks

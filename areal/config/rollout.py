@@ -263,8 +263,8 @@ class RolloutConfig(Resources):
     """Where the embedded engine computes: cpu, cuda, cuda:N or mps; auto = cuda if there is one, else mps, else cpu.
     Several engines on cuda have a GPU each; on other machines than the driver's, auto needs `gpus` for that."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """What the embedded engine computes in. Its log-probs are the trainer's in float32 only; with bfloat16 the trainer
-    recomputes them (actor.recompute_logprob)."""
+    """What the engine computes in, and what weights are published in. Log-probs are the trainer's in float32 only; with
+    bfloat16 the trainer recomputes them (actor.recompute_logprob)."""
     in_process: bool = False
     """Run the episodes inside the driver, for breakpoints and tests."""
     stall_seconds: float | None = 0.5

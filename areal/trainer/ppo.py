@@ -186,7 +186,7 @@ class _PPORun(TrainingRun):
             self._training.append((taken, trained))
             self._settle(groups)
             try:
-                self._fleet.publish(self._engine.publish())
+                self._fleet.publish(self._engine.publish(self._config.rollout.dtype))
             finally:  # what a checkpoint counts is written down, even if the engine never got these weights
                 self._record(groups, step_figures(groups, version, policy), began, taken, trained)
             if self._due(self._saver.freq_steps):
@@ -212,7 +212,7 @@ class _PPORun(TrainingRun):
         self._fleet.begin(tasks, admission, plan.keep)
         if isinstance(self._engine, TrainingEngine):  # ranks know where they publish
             self._engine.shared_dir = self._fleet.shared_memory
-        self._fleet.publish(self._engine.publish())
+        self._fleet.publish(self._engine.publish(self._config.rollout.dtype))
 
     def _settle(self, groups: list[GroupResult]) -> None:
         """The weights have changed: from here on a checkpoint must say so, whatever else goes wrong."""

@@ -216,9 +216,9 @@ class RankedEngine(RankedModel):
         """Log-probability of every trained token [N] under the present weights."""
         return self._processes.scores(self._role, batch)
 
-    def publish(self) -> WeightUpdate:
+    def publish(self, dtype: str = "float32") -> WeightUpdate:
         """Each rank writes its part of the weights into the shared memory of its host as the present version."""
-        parts: list[WeightUpdate] = self._processes.all("publish", self.version)
+        parts: list[WeightUpdate] = self._processes.all("publish", self.version, dtype)
         (place,) = {part.path for part in parts}
         shards = sorted((shard for part in parts for shard in part.shards), key=lambda shard: shard.name)
         return WeightUpdate(self.version, whole_digest(shards), place, tuple(shards))

@@ -4,6 +4,7 @@
 (`RunParts`). `TrainingRun` is one run on these parts; PPO and SFT each say what a step is (`ppo.py`, `sft.py`).
 """
 
+import os
 import signal
 import threading
 from abc import ABC, abstractmethod
@@ -20,6 +21,7 @@ from areal.api.errors import RanksLost, RunExists
 from areal.api.messages import RANK_ROLE
 from areal.config.errors import require
 from areal.config.experiment import ExperimentConfig
+from areal.config.parallel import Ranks
 from areal.config.training import OptimizerConfig
 from areal.engine.model.device import find_device
 from areal.engine.models import find_model, open_trainable
@@ -44,6 +46,8 @@ if TYPE_CHECKING:
 
 UNKEPT = {"critic.path": None}
 """What runs had before their checkpoints kept it."""
+RANKS_PER_CORE = 4
+"""On one machine: more would wait for each other rather than compute."""
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -87,6 +91,13 @@ class Trainer(Closing):
             require(
                 find_spec("accelerate") is not None,
                 f"actor.backend={config.actor.backend} needs transformers with accelerate; pip install 'areal[fsdp]'",
+            )
+        if config.actor.backend and config.scheduler.type == "local":
+            ranks, cores = Ranks.parse(config.actor.backend).count, os.cpu_count() or 1
+            require(
+                ranks <= RANKS_PER_CORE * cores,
+                f"actor.backend={config.actor.backend} starts {ranks} ranks on this machine, which has {cores} cores; "
+                "use fewer, or scheduler.type=slurm or ray",
             )
         if not (config.actor.backend and config.scheduler.type != "local"):  # else the ranks' machines are others
             find_device(config.actor.device, "actor.device")

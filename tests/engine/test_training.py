@@ -192,3 +192,18 @@ def test_gradient_norm_of_a_large_model_loses_nothing() -> None:
     values = torch.full((10_000_000,), 0.01)
     assert math.sqrt(sum_of_squares(values)) == pytest.approx(0.01 * math.sqrt(10_000_000), rel=1e-6)
     assert float(sum_of_squares(torch.empty(0))) == 0
+
+
+def test_engines_in_bfloat16_get_weights_in_half_the_bytes(tmp_path: Path) -> None:
+    engine, whole = training_engine(), training_engine()
+    update = engine.publish("bfloat16")
+    try:
+        assert sum(shard.size_bytes for shard in update.shards) < 0.6 * sum(
+            shard.size_bytes for shard in whole.publish().shards
+        )
+        for tensor, stored in WeightReader().read(update, engine.model.named_weights()):
+            assert stored.dtype == torch.bfloat16
+            assert torch.equal(stored, tensor.bfloat16())
+    finally:
+        engine.close()
+        whole.close()

@@ -37,8 +37,8 @@ def test_ten_steps_give_the_weights_of_one_process(backend: str, model: Path, tm
             assert found["loss"] == pytest.approx(expected["loss"], abs=1e-5)
             assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
             assert found["lr"] == expected["lr"]
-        update = ranks.publish()
         wanted = list(flat.model.named_weights())
+        update = ranks.publish()
         for tensor, published in WeightReader().read(update, wanted):
             torch.testing.assert_close(published, tensor, atol=1e-4, rtol=0)
 
@@ -171,3 +171,10 @@ def test_offload_needs_something_to_offload_from(model: Path, tmp_path: Path) ->
         opened_ranks(model, "fsdp:d2", tmp_path, offload=True),
     ):
         pass
+
+
+def test_ranks_publish_in_what_engines_compute_in(model: Path, tmp_path: Path) -> None:
+    flat = one_process(model)
+    with opened_ranks(model, "fsdp:d2", tmp_path) as ranks:
+        for tensor, published in WeightReader().read(ranks.publish("bfloat16"), flat.model.named_weights()):
+            assert torch.equal(published, tensor.bfloat16())

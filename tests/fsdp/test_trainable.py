@@ -8,8 +8,11 @@ from families import FAMILIES, write_family
 from ranks_harness import opened_ranks
 
 from areal.api.errors import ModelError
+from areal.config.errors import ConfigError
+from areal.config.experiment import SFTConfig
 from areal.config.parallel import Ranks
 from areal.engine.sharded.trainable import require_trainable
+from areal.trainer.sft import SFTTrainer
 
 
 @pytest.mark.parametrize(
@@ -51,3 +54,10 @@ def test_refused_model_starts_no_rank(tmp_path: Path) -> None:
     ):
         pass
     assert not list(logs.glob("*rank*"))
+
+
+def test_more_ranks_than_a_machine_can_compute_with_are_refused(tmp_path: Path) -> None:
+    config = SFTConfig(experiment_name="many", trial_name="one", output_dir=str(tmp_path))
+    config.actor.backend = "fsdp:d999"
+    with pytest.raises(ConfigError, match=r"starts 999 ranks on this machine, which has \d+ cores; use fewer"):
+        SFTTrainer(config, [{"messages": [{"role": "user", "content": "1"}], "answer": "1"}])

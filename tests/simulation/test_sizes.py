@@ -272,7 +272,7 @@ def test_failure_costs_grow_with_the_size() -> None:
 
 def test_the_verb_compares_sizes_as_json_and_as_a_table(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     words = ["simulate", "--machines", H100, "--latency", "lognormal:mean=5,tokens=500,spread=0.5", "--gpus", "8", "16"]
-    words += ["--batch-size", "4", "--n-samples", "2", "--steps", "4", "--compare", "weights.bytes_per_parameter=2"]
+    words += ["--batch-size", "4", "--n-samples", "2", "--steps", "4", "--compare", "weights.bytes_per_parameter=1"]
     picture = tmp_path / "sizes.png"
     assert main([*words, "--json", "--plot", str(picture)]) == 0
     runs = json.loads(capsys.readouterr().out)["runs"]

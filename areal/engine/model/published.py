@@ -54,15 +54,18 @@ class WeightWriter:
         tensors: NamedTensors,
         *,
         layout: WeightLayout = "model",
+        dtype: torch.dtype | None = None,
         metadata: Mapping[str, str] | None = None,
         texts: Mapping[str, str] | None = None,
     ) -> None:
         """`tensors` are the model's own: each `write` reads what they hold then.
 
-        `metadata` goes into the header of every shard, so digests cover it; `texts` are files beside the shards, for
-        other readers of the directory. Raises ArealError if there is no room.
+        `dtype`: what they are published in; None = as they are. `metadata` goes into the header of every shard, so
+        digests cover it; `texts` are files beside the shards, for other readers of the directory. Raises ArealError if
+        there is no room.
         """
-        named = [(name, tensor.detach()) for name, tensor in tensors]
+        own = {name: tensor.detach() for name, tensor in tensors}
+        named = as_published(own.items(), dtype)
         parts = cut(named, SHARD_BYTES) if layout == "model" else {ADAPTER_NAME: named}  # PEFT reads one file only
         beside = dict(texts or {})
         if len(parts) > 1:
@@ -71,7 +74,10 @@ class WeightWriter:
         self._slots: list[tuple[Path, list[tuple[WritableShard, list[tuple[str, Tensor]]]]]] = []
         for slot in (directory / "0", directory / "1"):
             slot.mkdir(mode=0o700)
-            shards = [(WritableShard(slot / name, part, metadata or {}), part) for name, part in parts.items()]
+            shards = [
+                (WritableShard(slot / name, part, metadata or {}), [(each, own[each]) for each, _ in part])
+                for name, part in parts.items()
+            ]
             self._slots.append((slot, shards))
             for name, text in beside.items():
                 (slot / name).write_text(text, encoding="utf-8")
@@ -181,6 +187,12 @@ class WritableShard:
     def seal(self) -> WeightShard:
         """What it holds now, with its digest."""
         return WeightShard(self._name, self.size_bytes, digest_of(self._map))
+
+
+def as_published(tensors: NamedTensors, dtype: torch.dtype | None) -> list[tuple[str, Tensor]]:
+    """Names, shapes and the dtype of what is published, without values. Engines that compute in bfloat16 round weights
+    to it anyway, so these may travel in half the bytes."""
+    return [(name, torch.empty(each.shape, dtype=dtype or each.dtype, device="meta")) for name, each in tensors]
 
 
 def _written(shard: WritableShard, tensors: list[tuple[str, Tensor]]) -> WeightShard:

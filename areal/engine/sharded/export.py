@@ -10,22 +10,32 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
 from areal.api.engine_api import WeightUpdate
 from areal.engine.model.device import CPU
-from areal.engine.model.published import INDEX_NAME, SHARD_BYTES, WritableShard, cut, index_of, whole_digest
+from areal.engine.model.published import (
+    INDEX_NAME,
+    SHARD_BYTES,
+    WritableShard,
+    as_published,
+    cut,
+    index_of,
+    whole_digest,
+)
 from areal.engine.sharded.model import ShardedModel
 
 
 class ModelFiles:
     """Which tensor goes into which file, and which rank writes that."""
 
-    def __init__(self, model: ShardedModel) -> None:
+    def __init__(self, model: ShardedModel, dtype: torch.dtype | None = None) -> None:
+        """`dtype`: what the files hold; None = what the parameters are."""
         self._model = model
-        shapes = model.shapes()
+        shapes = as_published(model.shapes(), dtype)
         total = sum(tensor.numel() * tensor.element_size() for _, tensor in shapes)
         ranks = dist.get_world_size()
         self.parts = cut(shapes, max(1, min(SHARD_BYTES, math.ceil(total / ranks))))
@@ -47,9 +57,9 @@ class ModelFiles:
 class RankWeightWriter:
     """A rank's half of publishing: writes its files of each version into one of two directories, by turns."""
 
-    def __init__(self, model: ShardedModel, directory: Path, source: str) -> None:
-        """`source`: where other hosts fetch these files; empty = there are none."""
-        self._files = ModelFiles(model)
+    def __init__(self, model: ShardedModel, directory: Path, source: str, dtype: torch.dtype) -> None:
+        """`source`: where other hosts fetch these files; empty = there are none. `dtype`: what they hold."""
+        self._files = ModelFiles(model, dtype)
         self._source = source
         self._slots: list[tuple[Path, dict[str, WritableShard]]] = []
         for slot in (directory / "0", directory / "1"):

@@ -148,12 +148,14 @@ class Rank:
         figures, norm = self._learners[role].train_batch(share.batch(), share.loss, share.place)
         return figures.by_kind(), norm
 
-    def publish(self, version: int) -> WeightUpdate:
-        """Write this rank's files of the weights; engines of other hosts fetch them from here."""
+    def publish(self, version: int, dtype: str) -> WeightUpdate:
+        """Write this rank's files of the weights, in `dtype`; engines of other hosts fetch them from here."""
         if self._writer is None:
             place = shared()
             assert place is not None, "a keeper has started this process"
-            self._writer = RankWeightWriter(self._learners["actor"].model, place / PUBLISHED, self._address)
+            self._writer = RankWeightWriter(
+                self._learners["actor"].model, place / PUBLISHED, self._address, getattr(torch, dtype)
+            )
         self._shipper.published = self._writer.write(version)
         return self._shipper.published
 

@@ -215,11 +215,11 @@ class TrainingEngine(ScoringEngine):
         self._steps += 1
         return Figures.of_passes([whole, Figures(mean={"grad_norm": norm})])
 
-    def publish(self) -> WeightUpdate:
-        """Copy the weights into shared memory as the present version; the previous version stays readable."""
+    def publish(self, dtype: str = "float32") -> WeightUpdate:
+        """Copy the weights into shared memory as the present version, in `dtype`; the previous one stays readable."""
         if self._writer is None:
             self.shared_dir = self.shared_dir or Path(tempfile.mkdtemp(prefix="areal-", dir=shared_memory()))
-            self._writer = WeightWriter(self.shared_dir, self.model.named_weights())
+            self._writer = WeightWriter(self.shared_dir, self.model.named_weights(), dtype=getattr(torch, dtype))
         return self._writer.write(self.version)
 
     def save(self, directory: str) -> None:

@@ -46,8 +46,8 @@ class Trained(Protocol):
 class Learner(LogProbs, Trained, Protocol):
     version: int
 
-    def publish(self) -> WeightUpdate:
-        """The weights as the present version, for engines; the previous version stays readable."""
+    def publish(self, dtype: str = "float32") -> WeightUpdate:
+        """The weights as the present version, for engines that compute in `dtype`; the previous one stays readable."""
         ...
 
     def close(self) -> None: ...
