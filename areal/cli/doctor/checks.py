@@ -180,7 +180,7 @@ def check_schedulers(config: PPOConfig, *, chosen: bool) -> Iterator[Check]:
     missing = [name for name in SLURM_PROGRAMS if shutil.which(name) is None]
     if wanted == "slurm" or not missing:
         yield _check_slurm(missing, "missing" if wanted == "slurm" else "note")
-    if wanted == "ray" or find_spec("ray") is not None:
+    if wanted == "ray" or _version_in(sys.executable, "ray"):
         address = config.scheduler.ray_address or os.environ.get("RAY_ADDRESS", "")
         yield _check_ray(address, "missing" if wanted == "ray" else "note")
 
@@ -198,9 +198,9 @@ def _check_slurm(missing: list[str], otherwise: State) -> Check:
 
 
 def _check_ray(address: str, otherwise: State) -> Check:
-    if find_spec("ray") is None:
+    found = _version_in(sys.executable, "ray")
+    if not found:
         return Check("Ray", "missing", "not installed", "pip install 'areal[ray]'")
-    found = version("ray")
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not (host and port.isdecimal()):
         return Check("Ray", "ok", f"{found}; no RAY_ADDRESS: a cluster of this machine, or a new one")
@@ -234,6 +234,7 @@ def check_engines(config: PPOConfig, *, chosen: bool) -> Iterator[Check]:
 
 
 def _version_in(python: str, package: str) -> str:
+    """Empty = it is not installed. A directory that happens to have its name can be imported, and has no version."""
     if python == sys.executable:
         try:
             return version(package)
