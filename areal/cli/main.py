@@ -121,7 +121,7 @@ def _declare_simulate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--compare", nargs="+", default=[], metavar="KEY=VALUE", help="the same again with these")
     parser.add_argument("--cores", type=float, help="everything shares one machine with this many cores")
     parser.add_argument("--save", metavar="FILE", help="write the trace to a file, to edit it")
-    parser.add_argument("--plot", metavar="FILE", help="draw throughput and idle time over eta")
+    parser.add_argument("--plot", metavar="FILE", help="draw the figures over eta, or over sizes")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
 
 
