@@ -93,7 +93,7 @@ class Comparison:
     def _publish(self, directory: Path) -> None:
         """And the log-probs that an engine should find with what is published."""
         logprobs = self._learner.scores(family_batch(STEPS))
-        shards = RankWeightWriter(self._learner.model, directory, "").write(0).shards
+        shards = RankWeightWriter(self._learner.model, directory, "", torch.float32).write(0).shards
         gathered: list[Any] = [None] * self._ranks.count
         dist.all_gather_object(gathered, [asdict(shard) for shard in shards])
         if self._rank == 0:
