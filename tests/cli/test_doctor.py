@@ -149,6 +149,13 @@ def test_ranks_that_cannot_train_the_model_are_missing_with_a_backend_that_works
     assert ranks.remedy == "set it to fsdp:d3t2"
 
 
+def test_ranks_without_accelerate_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "find_spec", lambda name: None)
+    ranks, _ = checks.check_model(str(LARGE), "fsdp:d2t2")
+    assert (ranks.state, ranks.remedy) == ("missing", "pip install 'areal[fsdp]'")
+    assert "accelerate" in ranks.found
+
+
 @pytest.mark.slow
 def test_a_model_that_is_not_there_is_named_once_and_ends_with_1(
     capsys: pytest.CaptureFixture[str], tmp_path: Path

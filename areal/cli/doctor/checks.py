@@ -244,9 +244,7 @@ def _version_in(python: str, package: str) -> str:
 
 
 def check_sharding(backend: str, directory: Path) -> Check:
-    """Whether there is what ranks need, and whether these can train the model."""
-    if find_spec("accelerate") is None:
-        return Check("ranks", "missing", f"actor.backend={backend} needs accelerate", "pip install 'areal[fsdp]'")
+    """Whether these ranks can train the model, which its config says, and whether there is what they need."""
     from areal.engine.sharded.trainable import require_trainable
 
     try:
@@ -254,6 +252,8 @@ def check_sharding(backend: str, directory: Path) -> Check:
     except ModelError as error:
         found, _, remedy = str(error).partition("; ")
         return Check("ranks", "missing", found, remedy)
+    if find_spec("accelerate") is None:
+        return Check("ranks", "missing", f"actor.backend={backend} needs accelerate", "pip install 'areal[fsdp]'")
     return Check("ranks", "ok", f"transformers {version('transformers')} with accelerate {version('accelerate')}")
 
 
