@@ -101,7 +101,7 @@ def test_an_engine_that_was_chosen_and_is_not_there_is_missing() -> None:
 
 def test_schedulers_are_looked_at_only_if_chosen_or_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    monkeypatch.setattr(checks, "find_spec", lambda name: None)
+    monkeypatch.setattr(checks, "_version_in", lambda python, package: "")
     assert list(checks.check_schedulers(GRPOConfig(), chosen=True)) == []
     slurm = GRPOConfig(scheduler=SchedulerConfig(type="slurm"))
     assert states(list(checks.check_schedulers(slurm, chosen=True))) == {"Slurm": "missing"}
