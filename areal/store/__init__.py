@@ -1,0 +1,5 @@
+"""The run store: one SQLite file per run (`RUN/run.db`), the truth about what was sampled, trained and rejected.
+
+`schema.py` has the tables, `blobs.py` what is kept in compressed form, `writer.py` the one thread that writes while a
+run goes on, `reader.py` what others read, also meanwhile. Nothing here loads torch.
+"""

@@ -1,0 +1,37 @@
+"""What the store keeps in compressed form: an episode's rows, its tree, and what the trainer computed for its tokens.
+
+Fields are kept by name, so that a later version of this package reads what an earlier one wrote: a field that is new
+gets its default, one that is gone is skipped.
+"""
+
+import dataclasses
+import zlib
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from areal.utils.wire import Wire
+
+T = TypeVar("T")
+
+LEVEL = 1
+"""Of compression: higher ones take several times as long and save a tenth."""
+_WIRE = Wire()
+
+
+def pack(value: Any) -> bytes:
+    """Plain values, tuples and arrays."""
+    return zlib.compress(_WIRE.pack(value), LEVEL)
+
+
+def unpack(data: bytes) -> Any:
+    return _WIRE.unpack(zlib.decompress(data))
+
+
+def pack_all(values: Sequence[Any]) -> bytes:
+    """Dataclasses of one type whose fields are plain values and arrays."""
+    return pack([{field.name: getattr(value, field.name) for field in dataclasses.fields(value)} for value in values])
+
+
+def unpack_all(data: bytes, cls: type[T]) -> list[T]:
+    known = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    return [cls(**{name: value for name, value in each.items() if name in known}) for each in unpack(data)]

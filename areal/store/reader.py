@@ -1,0 +1,117 @@
+"""Reads a run store, also while its run goes on and after it was killed.
+
+A `StoreReader` sees what is committed, each call as of its own moment.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from areal.api.messages import Episode, GroupResult, Row
+from areal.store.blobs import unpack, unpack_all
+from areal.store.schema import STORE_FILE, open_for_reading
+from areal.store.writer import READY, REJECTED, TRAINED, TrainedRow
+from areal.utils.closing import Closing
+
+
+@dataclass(frozen=True)
+class StoredStep:
+    step: int
+    at: float
+    version: int
+    digest: str
+    """Of the weights it led to."""
+    account: dict[str, Any]
+    """Totals of the run by then."""
+
+
+class StoreReader(Closing):
+    def __init__(self, directory: Path) -> None:
+        """Raises StoreError if the run in that directory has no store."""
+        self.path = directory / STORE_FILE
+        self._db = open_for_reading(self.path)
+
+    def close(self) -> None:
+        self._db.close()
+
+    def meta(self) -> dict[str, Any]:
+        return {name: json.loads(value) for name, value in self._db.execute("SELECT name, value FROM meta")}
+
+    def sessions(self) -> list[dict[str, Any]]:
+        """Each start of the run, oldest first."""
+        rows = self._db.execute("SELECT * FROM sessions ORDER BY id")
+        return [{**dict(row), "machine": json.loads(row["machine"])} for row in rows]
+
+    def steps(self, after: int = 0) -> list[StoredStep]:
+        rows = self._db.execute("SELECT * FROM steps WHERE step > ? ORDER BY step", (after,))
+        return [StoredStep(**{**dict(row), "account": json.loads(row["account"])}) for row in rows]
+
+    def metrics(self) -> Iterator[dict[str, Any]]:
+        """The lines of metrics.jsonl, in the order in which they were written."""
+        for step, figures in self._db.execute("SELECT step, figures FROM metrics ORDER BY id"):
+            yield {"step": step, **json.loads(figures)}
+
+    def batch(self, step: int) -> list[GroupResult] | None:
+        """The groups of a step, in the order in which they were trained; None if their tokens are not kept."""
+        ids = self._db.execute(
+            "SELECT task_id FROM groups WHERE step = ? AND state = ? ORDER BY place", (step, TRAINED)
+        )
+        groups = [self._group(task_id) for (task_id,) in ids.fetchall()]
+        return None if any(group is None for group in groups) else [group for group in groups if group is not None]
+
+    def ready(self) -> list[GroupResult]:
+        """The groups that have ended and were not trained yet, in the order of their tasks."""
+        ids = self._db.execute("SELECT task_id FROM groups WHERE state = ? ORDER BY task_id", (READY,)).fetchall()
+        return [group for (task_id,) in ids if (group := self._group(task_id)) is not None]
+
+    def settled(self) -> list[int]:
+        """The ids of the tasks that need not run again: trained, rejected, or ready to be trained."""
+        states = (TRAINED, REJECTED, READY)
+        return [
+            task_id for (task_id,) in self._db.execute("SELECT task_id FROM groups WHERE state IN (?, ?, ?)", states)
+        ]
+
+    def states(self) -> dict[str, int]:
+        """How many groups are in each state."""
+        return dict(self._db.execute("SELECT state, count(*) FROM groups GROUP BY state").fetchall())
+
+    def checkpoints(self) -> list[dict[str, Any]]:
+        return [dict(row) for row in self._db.execute("SELECT * FROM checkpoints ORDER BY step")]
+
+    def events(self, kind: str | None = None) -> list[dict[str, Any]]:
+        rows = self._db.execute("SELECT * FROM events WHERE ? IS NULL OR kind = ? ORDER BY id", (kind, kind))
+        return [{**dict(row), "detail": json.loads(row["detail"])} for row in rows]
+
+    def rejections(self) -> list[dict[str, Any]]:
+        return [dict(row) for row in self._db.execute("SELECT * FROM rejections ORDER BY id")]
+
+    def episode(self, number: int) -> Episode:
+        """With its rows if they are kept. Raises KeyError if there is none of that number."""
+        found = self._db.execute(
+            "SELECT e.summary, r.data AS rows FROM episodes e LEFT JOIN rows r ON r.episode = e.id WHERE e.id = ?",
+            (number,),
+        ).fetchone()
+        if found is None:
+            raise KeyError(number)
+        rows = [] if found["rows"] is None else unpack_all(found["rows"], Row)
+        return Episode(rows=rows, **unpack(found["summary"]))
+
+    def trained_rows(self, number: int) -> list[TrainedRow]:
+        """What the trainer computed for an episode's rows; empty if it was not trained or it is not kept."""
+        found = self._db.execute("SELECT data FROM trained WHERE episode = ?", (number,)).fetchone()
+        return [] if found is None else unpack_all(found["data"], TrainedRow)
+
+    def _group(self, task_id: int) -> GroupResult | None:
+        """None if the tokens of an episode are not kept."""
+        kept = self._db.execute(
+            "SELECT e.id, r.episode FROM episodes e LEFT JOIN rows r ON r.episode = e.id "
+            "WHERE task_id = ? ORDER BY sample",
+            (task_id,),
+        ).fetchall()
+        if any(row["episode"] is None for row in kept):
+            return None
+        (digests,) = self._db.execute("SELECT digests FROM groups WHERE task_id = ?", (task_id,)).fetchone()
+        reported = {int(version): digest for version, digest in json.loads(digests).items()}
+        return GroupResult(task_id, [self.episode(row["id"]) for row in kept], [], reported)

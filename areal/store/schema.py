@@ -1,0 +1,204 @@
+"""The tables of a run store, and how an older file becomes the present one.
+
+    meta         what holds for the whole run, by name
+    sessions     each time that the run was started: when, where, with which libraries
+    groups       a task and what became of it: running, ready, trained (at which step, in which place), rejected
+    episodes     one sample of a group, with the columns that people filter by
+    rows         its tokens as they are trained (blob)
+    nodes        its conversation tree (blob)
+    trained      what the trainer computed for its tokens (blob)
+    texts        full-text index over its conversation
+    rejections   why an episode yielded nothing, with the traceback
+    steps        each step of training: the weights it led to, and the totals of the run
+    metrics      the lines of metrics.jsonl; a step has one, an evaluation another
+    checkpoints  those that are complete
+    events       what else happened: versions published, deaths, restarts, evaluations
+
+Times are seconds since 1970. A file is as new as its `user_version`; `MIGRATIONS[n]` leads from version n to n + 1.
+"""
+
+import sqlite3
+from pathlib import Path
+
+from areal.api.errors import ArealError
+
+STORE_FILE = "run.db"
+BUSY_SECONDS = 30.0
+"""How long a statement waits for another process: only migrations hold the file longer than a moment."""
+
+_TABLES = """
+CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT, WITHOUT ROWID;
+
+CREATE TABLE sessions (
+    id INTEGER PRIMARY KEY,
+    began REAL NOT NULL,
+    first_step INTEGER NOT NULL,
+    machine TEXT NOT NULL
+) STRICT;
+
+CREATE TABLE groups (
+    task_id INTEGER PRIMARY KEY,
+    state TEXT NOT NULL,
+    attempts INTEGER NOT NULL DEFAULT 1,
+    began REAL NOT NULL,
+    ended REAL,
+    began_version INTEGER NOT NULL,
+    oldest_version INTEGER,
+    step INTEGER,
+    place INTEGER,
+    reason TEXT,
+    episodes INTEGER NOT NULL DEFAULT 0,
+    tokens INTEGER NOT NULL DEFAULT 0,
+    reward REAL,
+    reward_spread REAL,
+    digests TEXT NOT NULL DEFAULT '{}',
+    task TEXT NOT NULL DEFAULT ''
+) STRICT;
+CREATE INDEX groups_by_state ON groups (state, oldest_version);
+CREATE INDEX groups_by_step ON groups (step, place);
+
+CREATE TABLE episodes (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    task_id INTEGER NOT NULL REFERENCES groups (task_id),
+    sample INTEGER NOT NULL,
+    step INTEGER,
+    reward REAL NOT NULL,
+    tokens INTEGER NOT NULL,
+    prompt_tokens INTEGER NOT NULL,
+    calls INTEGER NOT NULL,
+    seconds REAL NOT NULL,
+    oldest_version INTEGER,
+    newest_version INTEGER,
+    staleness INTEGER,
+    truncated INTEGER NOT NULL,
+    preview TEXT NOT NULL,
+    summary BLOB NOT NULL,
+    UNIQUE (task_id, sample)
+) STRICT;
+CREATE INDEX episodes_by_step ON episodes (step, reward);
+CREATE INDEX episodes_by_reward ON episodes (reward);
+
+CREATE TABLE rows (
+    episode INTEGER PRIMARY KEY REFERENCES episodes (id) ON DELETE CASCADE,
+    data BLOB NOT NULL
+) STRICT;
+CREATE TABLE nodes (
+    episode INTEGER PRIMARY KEY REFERENCES episodes (id) ON DELETE CASCADE,
+    data BLOB NOT NULL
+) STRICT;
+CREATE TABLE trained (
+    episode INTEGER PRIMARY KEY REFERENCES episodes (id) ON DELETE CASCADE,
+    data BLOB NOT NULL
+) STRICT;
+
+-- Without a copy of the text. What is deleted elsewhere stays here, under a number that no other episode will have.
+CREATE VIRTUAL TABLE texts USING fts5 (body, content = '', tokenize = 'unicode61');
+
+CREATE TABLE rejections (
+    id INTEGER PRIMARY KEY,
+    at REAL NOT NULL,
+    task_id INTEGER NOT NULL,
+    step INTEGER NOT NULL,
+    reason TEXT NOT NULL,
+    detail TEXT NOT NULL,
+    trace TEXT NOT NULL
+) STRICT;
+CREATE INDEX rejections_by_reason ON rejections (reason, step);
+
+CREATE TABLE steps (
+    step INTEGER PRIMARY KEY,
+    at REAL NOT NULL,
+    version INTEGER NOT NULL,
+    digest TEXT NOT NULL,
+    account TEXT NOT NULL
+) STRICT;
+
+CREATE TABLE metrics (id INTEGER PRIMARY KEY, step INTEGER NOT NULL, figures TEXT NOT NULL) STRICT;
+CREATE INDEX metrics_by_step ON metrics (step);
+
+CREATE TABLE checkpoints (step INTEGER PRIMARY KEY, at REAL NOT NULL, name TEXT NOT NULL, digest TEXT NOT NULL) STRICT;
+
+CREATE TABLE events (
+    id INTEGER PRIMARY KEY,
+    at REAL NOT NULL,
+    step INTEGER NOT NULL,
+    kind TEXT NOT NULL,
+    detail TEXT NOT NULL
+) STRICT;
+CREATE INDEX events_by_kind ON events (kind, step);
+"""
+
+MIGRATIONS = (_TABLES,)
+
+
+class StoreError(ArealError):
+    """A run store cannot be read or written."""
+
+
+def open_for_writing(path: Path) -> sqlite3.Connection:
+    """Make the file or bring it to the present version. What is committed survives a killed process.
+
+    After a power failure the last commits may be missing, never half of one.
+    """
+    connection = _connect(path.resolve().as_uri(), path)
+    try:
+        connection.execute(
+            "PRAGMA auto_vacuum = INCREMENTAL"
+        )  # before the first table, so that pruning shrinks the file
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = NORMAL")
+        connection.execute("PRAGMA foreign_keys = ON")
+        _migrate(connection, path)
+    except sqlite3.DatabaseError as error:
+        connection.close()
+        raise _unreadable(path, error) from error
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def open_for_reading(path: Path) -> sqlite3.Connection:
+    """Raises StoreError if there is no store, or one of another version."""
+    if not path.is_file():
+        raise StoreError(f"there is no run store at {path}; name the directory of a run, which has a {STORE_FILE}")
+    connection = _connect(f"{path.resolve().as_uri()}?mode=ro", path)
+    try:
+        found = _version(connection)
+    except sqlite3.DatabaseError as error:
+        connection.close()
+        raise _unreadable(path, error) from error
+    if found != len(MIGRATIONS):
+        connection.close()
+        raise StoreError(_wrong_version(path, found))
+    return connection
+
+
+def _connect(uri: str, path: Path) -> sqlite3.Connection:
+    try:
+        connection = sqlite3.connect(uri, uri=True, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
+    except sqlite3.Error as error:
+        raise _unreadable(path, error) from error
+    connection.row_factory = sqlite3.Row
+    return connection
+
+
+def _migrate(connection: sqlite3.Connection, path: Path) -> None:
+    """Each step in one transaction with its number: a killed migration begins again where it was."""
+    if _version(connection) > len(MIGRATIONS):
+        raise StoreError(_wrong_version(path, _version(connection)))
+    for number in range(_version(connection), len(MIGRATIONS)):
+        connection.executescript(f"BEGIN IMMEDIATE; {MIGRATIONS[number]} PRAGMA user_version = {number + 1}; COMMIT;")
+
+
+def _version(connection: sqlite3.Connection) -> int:
+    return int(connection.execute("PRAGMA user_version").fetchone()[0])
+
+
+def _wrong_version(path: Path, found: int) -> str:
+    remedy = "install a newer one" if found > len(MIGRATIONS) else "resume the run once to convert it"
+    return f"the run store {path} has version {found}, this areal knows {len(MIGRATIONS)}; {remedy}"
+
+
+def _unreadable(path: Path, error: Exception) -> StoreError:
+    return StoreError(f"the run store {path} cannot be read: {error}; put a copy back, or choose another trial_name")

@@ -1,0 +1,419 @@
+"""Writes down a run while it goes on, on one thread that no model call waits for.
+
+Callers hand over what happened and go on; the thread packs it and commits what has gathered in one transaction. Only a
+step waits until it is committed, together with all that was handed over before it: from then on its groups are trained,
+whatever is killed. A full disk does not lose anything: the thread keeps what it has, says so once, and tries again
+until there is room or its patience ends.
+
+Everything a caller hands over must not be changed afterwards.
+"""
+
+import json
+import sqlite3
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+
+from areal.api.messages import Array, Episode, GroupResult, Rejection
+from areal.store.blobs import pack, pack_all
+from areal.store.schema import STORE_FILE, StoreError, open_for_writing
+from areal.utils.closing import Closing
+from areal.utils.shorten import shown
+
+MOST_AT_ONCE = 64
+"""Changes in one transaction: a reader, and a kill, see them together."""
+RETRY_SECONDS = 2.0
+"""Between two looks whether a full disk has room again: nothing announces it."""
+PATIENCE_SECONDS = 600.0
+"""How long a full disk is waited for."""
+PREVIEW_CHARACTERS = 160
+TASK_CHARACTERS = 65_536
+FULL = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN)
+"""How SQLite reports that a disk takes nothing more, by the lowest byte of its codes."""
+ELSEWHERE = ("rows",)
+"""Fields of an episode that have tables of their own."""
+
+RUNNING, READY, TRAINED, REJECTED, RETRY = "running", "ready", "trained", "rejected", "retry"
+"""States of a group. To be tried again is one that ran when the driver ended, or whose step is taken back."""
+
+Change = Callable[[sqlite3.Connection], None]
+
+
+@dataclass(frozen=True)
+class TrainedRow:
+    """What the trainer computed for the trained tokens of a row; NaN where it computed nothing."""
+
+    advantages: Array
+    logprobs: Array
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """A step that has been taken. Its weights are published only when this is committed."""
+
+    step: int
+    version: int
+    digest: str
+    """Of the weights it led to."""
+    batch: Sequence[int]
+    """The task ids of its groups, in the order in which they were trained."""
+    figures: Mapping[str, float | None]
+    """Its line of metrics."""
+    account: Mapping[str, Any]
+    """Totals of the run."""
+    trained: Mapping[tuple[int, int], Sequence[TrainedRow]] = field(default_factory=dict)
+    """By task id and sample, row by row."""
+
+
+class StoreWriter(Closing):
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        say: Callable[[str], None] = lambda line: None,
+        patience_seconds: float = PATIENCE_SECONDS,
+    ) -> None:
+        """`say` gets a line when the disk is full, and when it has room again; it is called on the thread."""
+        self.path = directory / STORE_FILE
+        self._connection = open_for_writing(self.path)
+        self._say = say
+        self._patience_seconds = patience_seconds
+        self._changes: deque[tuple[Change, Future[None] | None]] = deque()
+        self._wake = threading.Condition()
+        self._closed = False
+        self._failure: StoreError | None = None
+        self._step = int(self._connection.execute("SELECT coalesce(max(step), 0) FROM steps").fetchone()[0])
+        self._thread = threading.Thread(target=self._run, name="run store", daemon=True)
+        self._thread.start()
+
+    def session(self, first_step: int, machine: Mapping[str, Any]) -> None:
+        """The run begins, or goes on. Groups that ran when it ended are to be tried again."""
+        began = time.time()
+
+        def change(db: sqlite3.Connection) -> None:
+            db.execute(
+                "INSERT INTO sessions (began, first_step, machine) VALUES (?, ?, ?)",
+                (began, first_step, _json(machine)),
+            )
+            db.execute("UPDATE groups SET state = ? WHERE state = ?", (RETRY, RUNNING))
+
+        self._put(change)
+
+    def set_meta(self, values: Mapping[str, Any]) -> None:
+        pairs = [(name, _json(value)) for name, value in values.items()]
+        self._put(lambda db: db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", pairs))
+
+    def started(self, task_id: int, version: int, task: Mapping[str, Any]) -> None:
+        """A group runs, for the first time or again."""
+        began = time.time()
+
+        def change(db: sqlite3.Connection) -> None:
+            db.execute(
+                "INSERT INTO groups (task_id, state, began, began_version, task) VALUES (?, ?, ?, ?, ?) "
+                "ON CONFLICT (task_id) DO UPDATE SET state = excluded.state, began = excluded.began, "
+                "began_version = excluded.began_version, attempts = attempts + 1, step = NULL, place = NULL, "
+                "reason = NULL, ended = NULL",
+                (task_id, RUNNING, began, version, _task_text(task)),
+            )
+
+        self._put(change)
+
+    def ready(self, result: GroupResult) -> None:
+        """A group has ended and waits to be trained."""
+        self._put(_GroupEnded(result, READY, None, time.time(), self._step))
+
+    def rejected(self, result: GroupResult, why: Rejection) -> None:
+        """A group will not be trained: one that has just ended, or one that was ready."""
+        self._put(_GroupEnded(result, REJECTED, why, time.time(), self._step))
+
+    def step(self, record: StepRecord) -> None:
+        """Returns when the step is committed; raises StoreError if it cannot be."""
+        self._step = record.step
+        committed: Future[None] = Future()
+        self._put(lambda db: _write_step(db, record, time.time()), committed)
+        committed.result()  # the thread has its own deadline, and ends every future when it ends
+
+    def metrics(self, step: int, figures: Mapping[str, float | None]) -> None:
+        """A line of metrics that is not a step's, such as an evaluation's."""
+        self._put(lambda db: _write_metrics(db, step, figures))
+
+    def checkpoint(self, step: int, name: str, digest: str) -> None:
+        """It is complete, under that name."""
+        at = time.time()
+        self._put(
+            lambda db: db.execute("INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?, ?)", (step, at, name, digest))
+        )
+
+    def event(self, kind: str, detail: Mapping[str, Any]) -> None:
+        values = (time.time(), self._step, kind, _json(detail))
+        self._put(lambda db: db.execute("INSERT INTO events (at, step, kind, detail) VALUES (?, ?, ?, ?)", values))
+
+    def take_back(self, last_step: int) -> None:
+        """Steps after that one are as if they had never been taken; their groups are to be tried again."""
+
+        def change(db: sqlite3.Connection) -> None:
+            db.execute(
+                "UPDATE groups SET state = ?, step = NULL, place = NULL WHERE state = ? AND step > ?",
+                (RETRY, TRAINED, last_step),
+            )
+            db.execute("UPDATE episodes SET step = NULL, staleness = NULL WHERE step > ?", (last_step,))
+            for table in ("steps", "metrics", "checkpoints"):
+                db.execute(f"DELETE FROM {table} WHERE step > ?", (last_step,))
+
+        self._put(change)
+        self._step = last_step
+
+    def forget_tokens(self, before_step: int) -> None:
+        """Remove the tokens of what was trained, or rejected, before that step; conversations stay."""
+
+        def change(db: sqlite3.Connection) -> None:
+            old = "SELECT e.id FROM episodes e JOIN groups g USING (task_id) WHERE g.state IN (?, ?) AND g.step < ?"
+            for table in ("rows", "trained"):
+                db.execute(f"DELETE FROM {table} WHERE episode IN ({old})", (TRAINED, REJECTED, before_step))
+            db.execute("PRAGMA incremental_vacuum")
+
+        self._put(change)
+
+    def flush(self) -> None:
+        """Returns when everything handed over so far is committed."""
+        committed: Future[None] = Future()
+        self._put(lambda db: None, committed)
+        committed.result()
+
+    def close(self) -> None:
+        """Write what is left. An error of the disk is not raised here: what was committed stays."""
+        with self._wake:
+            self._closed = True
+            self._wake.notify()
+        self._thread.join(self._patience_seconds)
+        if not self._thread.is_alive():
+            self._connection.close()
+
+    def _put(self, change: Callable[[sqlite3.Connection], Any], committed: Future[None] | None = None) -> None:
+        with self._wake:
+            if self._failure is not None:
+                raise self._failure
+            if self._closed:
+                raise StoreError(f"the run store {self.path} is closed")
+            self._changes.append((change, committed))
+            self._wake.notify()
+
+    def _run(self) -> None:
+        while batch := self._next():
+            try:
+                self._commit([change for change, _ in batch])
+            except Exception as error:  # whoever waits, and whoever writes next, gets it
+                self._give_up(error, batch)
+                return
+            for _, committed in batch:
+                if committed is not None:
+                    committed.set_result(None)
+
+    def _next(self) -> list[tuple[Change, Future[None] | None]]:
+        """What has gathered; waits for something. Empty = there will be nothing more."""
+        with self._wake:
+            while not self._changes and not self._closed:
+                self._wake.wait()
+            return [self._changes.popleft() for _ in range(min(len(self._changes), MOST_AT_ONCE))]
+
+    def _commit(self, changes: list[Change]) -> None:
+        """All of them in one transaction, once there is room for it."""
+        full_since: float | None = None
+        while True:
+            try:
+                self._connection.execute("BEGIN IMMEDIATE")
+                for change in changes:
+                    change(self._connection)
+                self._connection.execute("COMMIT")
+                break
+            except sqlite3.OperationalError as error:
+                with suppress(sqlite3.Error):  # SQLite may have rolled back by itself
+                    self._connection.execute("ROLLBACK")
+                if error.sqlite_errorcode & 0xFF not in FULL:
+                    raise
+                if full_since is None:
+                    full_since = time.monotonic()
+                    self._say(
+                        f"no room to write {self.path} ({error}); the run waits for up to {self._patience_seconds:g} s"
+                    )
+                if time.monotonic() - full_since > self._patience_seconds:
+                    raise
+                self._wait_for_room()
+        if full_since is not None:
+            self._say(f"there is room again; the run goes on after {time.monotonic() - full_since:.0f} s")
+
+    def _wait_for_room(self) -> None:
+        with self._wake:
+            self._wake.wait_for(lambda: self._closed, RETRY_SECONDS)
+            if self._closed:
+                raise StoreError("it is closed while the disk is full")
+
+    def _give_up(self, error: Exception, batch: list[tuple[Change, Future[None] | None]]) -> None:
+        failure = StoreError(
+            f"the run store {self.path} cannot be written: {error}; free some space or set output_dir, and start the "
+            "run again: it goes on from what was committed"
+        )
+        with self._wake:
+            self._failure = failure
+            waiting = [*batch, *self._changes]
+            self._changes.clear()
+        for _, committed in waiting:
+            if committed is not None:
+                committed.set_exception(failure)
+
+
+@dataclass(frozen=True)
+class _GroupEnded:
+    """The change that writes down a group with its episodes and rejections."""
+
+    result: GroupResult
+    state: str
+    why: Rejection | None
+    at: float
+    step: int
+
+    def __call__(self, db: sqlite3.Connection) -> None:
+        result = self.result
+        rewards = np.array([episode.reward for episode in result.episodes])
+        known = db.execute("SELECT state FROM groups WHERE task_id = ?", (result.task_id,)).fetchone()
+        if known is None or known["state"] != READY:  # else it has its episodes already
+            db.execute("DELETE FROM episodes WHERE task_id = ?", (result.task_id,))
+            db.execute(
+                "INSERT OR IGNORE INTO groups (task_id, state, began, began_version) VALUES (?, ?, ?, ?)",
+                (result.task_id, self.state, self.at, _oldest(result.episodes) or 0),
+            )
+            for sample, episode in enumerate(result.episodes):
+                _write_episode(db, result.task_id, sample, episode)
+            for rejection in result.rejections:
+                self._reject(db, rejection)
+        if self.why is not None and result.episodes:
+            self._reject(db, self.why)
+        db.execute(
+            "UPDATE groups SET state = ?, ended = ?, oldest_version = ?, reason = ?, episodes = ?, tokens = ?, "
+            "reward = ?, reward_spread = ?, digests = ?, step = ? WHERE task_id = ?",
+            (
+                self.state,
+                self.at,
+                _oldest(result.episodes),
+                None if self.why is None else str(self.why.reason),
+                len(result.episodes),
+                sum(episode.trained_tokens for episode in result.episodes),
+                float(rewards.mean()) if len(rewards) else None,
+                float(rewards.std()) if len(rewards) else None,
+                json.dumps(result.digests),
+                self.step if self.why is not None else None,
+                result.task_id,
+            ),
+        )
+
+    def _reject(self, db: sqlite3.Connection, why: Rejection) -> None:
+        db.execute(
+            "INSERT INTO rejections (at, task_id, step, reason, detail, trace) VALUES (?, ?, ?, ?, ?, ?)",
+            (self.at, self.result.task_id, self.step, str(why.reason), _storable(why.detail), _storable(why.trace)),
+        )
+
+
+def _write_episode(db: sqlite3.Connection, task_id: int, sample: int, episode: Episode) -> None:
+    others = {each.name: getattr(episode, each.name) for each in fields(episode) if each.name not in ELSEWHERE}
+    written = db.execute(
+        "INSERT INTO episodes (task_id, sample, reward, tokens, prompt_tokens, calls, seconds, oldest_version, "
+        "newest_version, truncated, preview, summary) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        (
+            task_id,
+            sample,
+            episode.reward,
+            episode.trained_tokens,
+            sum(len(row.input_ids) for row in episode.rows) - episode.trained_tokens,
+            episode.calls,
+            episode.seconds,
+            episode.oldest_version,
+            episode.newest_version,
+            episode.truncated,
+            _preview(episode),
+            pack(others),
+        ),
+    )
+    number = written.lastrowid
+    db.execute("INSERT INTO rows VALUES (?, ?)", (number, pack_all(episode.rows)))
+    db.execute("INSERT INTO texts (rowid, body) VALUES (?, ?)", (number, conversation_text(episode)))
+
+
+def _write_step(db: sqlite3.Connection, record: StepRecord, at: float) -> None:
+    db.execute(
+        "INSERT INTO steps VALUES (?, ?, ?, ?, ?)",
+        (record.step, at, record.version, record.digest, _json(record.account)),
+    )
+    for place, task_id in enumerate(record.batch):
+        changed = db.execute(
+            "UPDATE groups SET state = ?, step = ?, place = ? WHERE task_id = ? AND state = ?",
+            (TRAINED, record.step, place, task_id, READY),
+        )
+        if changed.rowcount != 1:
+            raise StoreError(
+                f"step {record.step} trained the group of task {task_id}, which was not ready to be trained"
+            )
+        db.execute(
+            "UPDATE episodes SET step = ?, staleness = ? - oldest_version WHERE task_id = ?",
+            (record.step, record.version - 1, task_id),
+        )
+    for (task_id, sample), rows in record.trained.items():
+        db.execute(
+            "INSERT OR REPLACE INTO trained SELECT id, ? FROM episodes WHERE task_id = ? AND sample = ?",
+            (pack_all(rows), task_id, sample),
+        )
+    _write_metrics(db, record.step, record.figures)
+
+
+def _write_metrics(db: sqlite3.Connection, step: int, figures: Mapping[str, float | None]) -> None:
+    db.execute("INSERT INTO metrics (step, figures) VALUES (?, ?)", (step, _json(figures)))
+
+
+def _oldest(episodes: Sequence[Episode]) -> int | None:
+    return min((each.oldest_version for each in episodes if each.oldest_version is not None), default=None)
+
+
+def _preview(episode: Episode) -> str:
+    """The beginning of what the model said last, on one line."""
+    said = [_text(message) for message in episode.messages if message.get("role") == "assistant"]
+    return _storable(" ".join(said[-1].split())[:PREVIEW_CHARACTERS]) if said else ""
+
+
+def conversation_text(episode: Episode) -> str:
+    """What full-text search looks at."""
+    return _storable("\n".join(_text(message) for message in episode.messages))
+
+
+def _text(message: Mapping[str, Any]) -> str:
+    """Everything that is said in a message, the calls of tools included."""
+    said = [message.get("content"), message.get("reasoning_content")]
+    called = [call.get("function", call) for call in message.get("tool_calls") or [] if isinstance(call, dict)]
+    said += [text for each in called for text in (each.get("name"), each.get("arguments"))]
+    return "\n".join(each if isinstance(each, str) else _json(each) for each in said if each)
+
+
+def _task_text(task: Mapping[str, Any]) -> str:
+    """A task as JSON where that can express it; what it cannot is shown."""
+    text = _json(task)
+    return text if len(text) <= TASK_CHARACTERS else _json({"shortened": text[:TASK_CHARACTERS]})
+
+
+def _json(value: Any) -> str:
+    try:
+        options = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
+        return orjson.dumps(value, default=lambda each: shown(each, PREVIEW_CHARACTERS), option=options).decode()
+    except (TypeError, ValueError):  # a number beyond 64 bits, half of a surrogate pair
+        return json.dumps(value, default=lambda each: shown(each, PREVIEW_CHARACTERS), skipkeys=True)
+
+
+def _storable(text: str) -> str:
+    """SQLite takes no half of a surrogate pair, which a model may write."""
+    return text.encode("utf-8", "replace").decode("utf-8")
