@@ -13,6 +13,7 @@ from areal.config.training import (
     ReferenceConfig,
     SaverConfig,
     SchedulerConfig,
+    StoreConfig,
 )
 
 __all__ = [
@@ -35,5 +36,6 @@ __all__ = [
     "SFTConfig",
     "SaverConfig",
     "SchedulerConfig",
+    "StoreConfig",
     "load_expr_config",
 ]

@@ -17,6 +17,7 @@ from areal.config.training import (
     ReferenceConfig,
     SaverConfig,
     SchedulerConfig,
+    StoreConfig,
 )
 
 
@@ -71,6 +72,8 @@ class ExperimentConfig:
     """When to write checkpoints."""
     recover: RecoverConfig = field(default_factory=RecoverConfig)
     """Whether to resume."""
+    store: StoreConfig = field(default_factory=StoreConfig)
+    """What is kept of the run."""
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     """Where processes run."""
     metrics: MetricsConfig = field(default_factory=MetricsConfig)

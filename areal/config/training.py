@@ -208,6 +208,17 @@ class SaverConfig:
 
 
 @dataclass
+class StoreConfig:
+    """The run store, RUN/run.db: everything that was sampled, trained and rejected."""
+
+    full_disk_seconds: float = 600.0
+    """How long the run waits for room on a full disk. Then it ends, with what was committed; 0 = at once."""
+
+    def __post_init__(self) -> None:
+        require(self.full_disk_seconds >= 0, f"full_disk_seconds must be >= 0, got {self.full_disk_seconds}")
+
+
+@dataclass
 class MetricsConfig:
     """What the driver shows to Prometheus while it runs: docs/deployment.md."""
 
