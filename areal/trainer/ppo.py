@@ -15,18 +15,16 @@ import torch
 from areal.api.messages import GroupResult
 from areal.config.experiment import PPOConfig
 from areal.dataset import TaskSource, get_custom_dataset, read_tasks
-from areal.engine.models import find_model, open_trainable
-from areal.engine.training.engine import ScoringEngine, TrainingEngine
-from areal.engine.training.learner import Critic, Learner, LogProbs
+from areal.engine.training.engine import TrainingEngine
+from areal.engine.training.learner import Critic, Learner
 from areal.infra.scheduler import Ask
 from areal.rollout.admission import Admission
 from areal.rollout.loading import Workflow, WorkflowSpec, check
 from areal.trainer import display
-from areal.trainer.critic import ValueUpdate
 from areal.trainer.engines import on_this_machine
 from areal.trainer.fleet import Fleet, all_asks
 from areal.trainer.journal import AFTER, BEFORE, DURING, Account, Journal, overlap, pause_figures, step_figures
-from areal.trainer.ranks import RankedEngine
+from areal.trainer.learners import open_critic, policy_update
 from areal.trainer.run import Interrupted, RunParts, Trainer, TrainingRun, TrainResult
 from areal.trainer.tasks import Settled, task_stream
 from areal.trainer.update import PolicyUpdate
@@ -84,7 +82,13 @@ class PPOTrainer(Trainer):
         config = self.config
         with self._open_run(self._total_steps * config.actor.ppo_n_minibatches) as parts:
             account, step = Account(**parts.state.get("account", {})), parts.state["step"]
-            update = self._policy_update(parts, account)
+            update = policy_update(
+                config,
+                parts.engine,
+                parts.critic,
+                directory=parts.directory.path,
+                seen_difference=account.max_logprob_difference,
+            )
             with Journal(parts.directory, parts.total_steps, step, account, parts.exporter) as journal:
                 journal.progress.say(f"{display.hello(parts.directory.path, step)}\n{threads.reason}")
                 with journal.progress.spinner("starting the engine and the rollout workers"):
@@ -108,37 +112,8 @@ class PPOTrainer(Trainer):
     def _asks(self) -> list[Ask]:
         return all_asks(self.config)
 
-    def _open_reference(self, engine: Learner) -> LogProbs:
-        actor, path = self.config.actor, find_model(self.config.ref.path)
-        if isinstance(engine, RankedEngine):
-            return engine.open_reference(path)
-        model = open_trainable(path, device=actor.device, frozen=True)
-        return ScoringEngine(model, max_tokens_per_mb=actor.max_tokens_per_mb, dtype=actor.dtype)
-
     def _open_critic(self, engine: Learner, optimizer_steps: int) -> Critic | None:
-        config = self.config.critic
-        if not config.path:
-            return None
-        path = find_model(config.path)
-        if isinstance(engine, RankedEngine):
-            return engine.open_critic(path, config.optimizer)
-        return self._open_engine(path, config.optimizer, optimizer_steps, value_head=True)
-
-    def _policy_update(self, parts: RunParts, account: Account) -> PolicyUpdate:
-        config, critic = self.config, None
-        if parts.critic is not None:
-            critic = ValueUpdate(parts.critic, config.critic, config.actor, directory=parts.directory.path)
-        return PolicyUpdate(
-            parts.engine,
-            config.actor,
-            self._open_reference(parts.engine) if config.actor.kl_ctl > 0 else None,
-            config.seed,
-            critic=critic,
-            directory=parts.directory.path,
-            stale_samples=config.rollout.max_head_offpolicyness > 0,
-            seen_difference=account.max_logprob_difference or 0.0,
-            same_arithmetic=config.rollout.dtype == config.actor.dtype == "float32",
-        )
+        return open_critic(self.config, engine, optimizer_steps)
 
 
 @dataclass(frozen=True)

@@ -22,18 +22,17 @@ from areal.api.messages import RANK_ROLE
 from areal.config.errors import require
 from areal.config.experiment import ExperimentConfig
 from areal.config.parallel import Ranks
-from areal.config.training import OptimizerConfig
 from areal.engine.model.device import find_device
-from areal.engine.models import find_model, open_trainable
-from areal.engine.training.engine import TrainingEngine
+from areal.engine.models import find_model
 from areal.engine.training.learner import Critic, Learner
 from areal.infra.scheduler import Ask
 from areal.trainer import display
 from areal.trainer.checkpoint import begin_checkpoint, load_newest
 from areal.trainer.cluster import Cluster
 from areal.trainer.display import Announcer, Progress
+from areal.trainer.learners import open_learner
 from areal.trainer.processes import RestartBudget
-from areal.trainer.ranks import RankedEngine, rank_asks
+from areal.trainer.ranks import rank_asks
 from areal.trainer.run_directory import RunDirectory, explained_storage_errors
 from areal.trainer.tasks import digest_of_tasks
 from areal.utils.closing import Closing
@@ -133,7 +132,7 @@ class Trainer(Closing):
         with ExitStack() as stack:
             cluster = stack.enter_context(self._open_cluster(directory.logs)) if self.config.actor.backend else None
             stack.enter_context(explained_storage_errors(directory.path))
-            engine = stack.enter_context(closing(self._open_learner(optimizer_steps, cluster)))
+            engine = stack.enter_context(closing(open_learner(self.config, self._model, optimizer_steps, cluster)))
             critic = self._open_critic(engine, optimizer_steps)
             checkpoints = directory.checkpoints()
             state, notes = load_newest(checkpoints, engine, critic) if checkpoints else ({"step": 0}, [])
@@ -180,12 +179,6 @@ class Trainer(Closing):
             raise
         return cluster
 
-    def _open_learner(self, optimizer_steps: int, cluster: Cluster | None) -> Learner:
-        if cluster is None:
-            return self._open_engine(self._model, self.config.actor.optimizer, optimizer_steps)
-        threads = self.config.scheduler.threads or 1
-        return RankedEngine(cluster, self.config.actor, self._model, total_steps=optimizer_steps, threads=threads)
-
     def _until_no_rank_is_lost(self, attempt: Callable[[], TrainResult]) -> TrainResult:
         """Ranks die together. The run then goes on from its newest checkpoint, as it would if it were started again."""
         budget = RestartBudget(self.config.scheduler.max_restarts)
@@ -198,23 +191,6 @@ class Trainer(Closing):
                 display.say(f"{lost}; the run goes on from its newest checkpoint")
                 if self._exporter is not None:
                     self._exporter.restarted(RANK_ROLE)
-
-    def _open_engine(
-        self, model: Path, optimizer: OptimizerConfig, optimizer_steps: int, *, value_head: bool = False
-    ) -> TrainingEngine:
-        actor = self.config.actor
-        return TrainingEngine(
-            open_trainable(
-                model,
-                gradient_checkpointing=actor.gradient_checkpointing,
-                device=actor.device,
-                value_head=value_head,
-            ),
-            optimizer,
-            total_steps=optimizer_steps,
-            max_tokens_per_mb=actor.max_tokens_per_mb,
-            dtype=actor.dtype,
-        )
 
 
 def _refuse_changes(path: Path, before: dict[str, Any], now: dict[str, Any]) -> None:

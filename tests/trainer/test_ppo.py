@@ -14,14 +14,14 @@ from small_runs import make_engine, make_group
 
 from areal.api.errors import ArealError, EngineError, RunExists
 from areal.api.messages import GroupResult
-from areal.config.experiment import DatasetConfig
+from areal.config.experiment import DatasetConfig, PPOConfig
 from areal.config.rollout import GenerationHyperparameters
 from areal.config.training import EvaluatorConfig, OptimizerConfig, RecoverConfig, ReferenceConfig, SaverConfig
 from areal.engine.models import open_trainable
 from areal.engine.training.engine import ScoringEngine
-from areal.engine.training.learner import Learner
+from areal.engine.training.learner import Learner, LogProbs
+from areal.trainer import learners
 from areal.trainer.logs import read_lines, read_metrics
-from areal.trainer.ppo import PPOTrainer
 
 pytestmark = pytest.mark.slow
 
@@ -58,15 +58,15 @@ def test_a_run_with_a_kl_penalty_has_a_reference_without_a_gradient(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[ScoringEngine] = []
-    open_reference = PPOTrainer._open_reference
+    open_reference = learners.open_reference
 
-    def watched(trainer: PPOTrainer, engine: Learner) -> ScoringEngine:
-        reference = open_reference(trainer, engine)
+    def watched(config: PPOConfig, engine: Learner) -> LogProbs | None:
+        reference = open_reference(config, engine)
         assert isinstance(reference, ScoringEngine)
         opened.append(reference)
         return reference
 
-    monkeypatch.setattr(PPOTrainer, "_open_reference", watched)
+    monkeypatch.setattr(learners, "open_reference", watched)
     config = ppo_config(tmp_path, model, ref=ReferenceConfig(path=str(model)))
     config.actor.kl_ctl = 0.1
     config.actor.optimizer = OptimizerConfig(lr=1e-2, warmup_steps=0)

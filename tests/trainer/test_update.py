@@ -6,17 +6,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from small_runs import byte_tokenizer, gradient_of, make_batch, make_config, make_directory, make_engine, make_group
+from small_runs import byte_tokenizer, gradient_of, make_batch, make_config, make_engine, make_group
 
-from areal import PPOTrainer
 from areal.api.errors import NonFiniteUpdate
 from areal.api.io_struct import ModelResponse
 from areal.api.messages import Episode, GroupResult
 from areal.config.rollout import RolloutConfig
 from areal.config.training import ActorConfig, OptimizerConfig
 from areal.engine.training.engine import TokenBatch, TrainingEngine, learning_rate
-from areal.trainer.journal import Account
-from areal.trainer.run import RunParts
+from areal.trainer.learners import policy_update
 from areal.trainer.update import PolicyUpdate, minibatches, rows_of_groups, token_batch, without_zero_advantages
 from areal.trajectory import Renderer, Tree, assign_reward, export
 from areal.trajectory.answer import read_answer
@@ -309,15 +307,12 @@ def test_bounded_bad_tokens_are_counted() -> None:
 
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_recomputed_log_probs_imply_the_decoupled_loss_where_samples_may_be_stale(
-    tmp_path: Path, tiny_math: Path, staleness: int
+    tmp_path: Path, staleness: int
 ) -> None:
     config = make_config(tmp_path, rollout=RolloutConfig(max_head_offpolicyness=staleness))
-    config.actor.path, config.actor.recompute_logprob = str(tiny_math), True
+    config.actor.recompute_logprob = True
     engine = make_engine(gradient_clipping=0)
-    with PPOTrainer(config, [{"messages": []}]) as trainer:
-        parts = RunParts(make_directory(tmp_path / "run"), engine, None, 1, {})
-        trainer._policy_update(parts, Account()).step(make_batch())
-        parts.directory.close()
+    policy_update(config, engine, None).step(make_batch())
     expected = gradient_of(make_batch(), recompute_logprob=True, use_decoupled_loss=staleness > 0)
     torch.testing.assert_close(engine.flat_grad, expected, atol=1e-6, rtol=0)
 

@@ -1,0 +1,87 @@
+"""The models that a run trains, opened as its config says, and the update that trains them.
+
+The same for a run and for whatever takes its steps again from stored batches: this decides nothing that the config and
+its arguments do not.
+"""
+
+from pathlib import Path
+
+from areal.config.experiment import ExperimentConfig, PPOConfig
+from areal.config.training import ActorConfig, OptimizerConfig
+from areal.engine.models import find_model, open_trainable
+from areal.engine.training.engine import ScoringEngine, TrainingEngine
+from areal.engine.training.learner import Critic, Learner, LogProbs
+from areal.trainer.cluster import Cluster
+from areal.trainer.critic import ValueUpdate
+from areal.trainer.ranks import RankedEngine
+from areal.trainer.update import PolicyUpdate
+
+
+def open_learner(config: ExperimentConfig, model: Path, optimizer_steps: int, cluster: Cluster | None) -> Learner:
+    """The policy, on the ranks of a cluster or in this process; `optimizer_steps` are those of the whole run."""
+    if cluster is None:
+        return _open_engine(config.actor, model, config.actor.optimizer, optimizer_steps)
+    threads = config.scheduler.threads or 1
+    return RankedEngine(cluster, config.actor, model, total_steps=optimizer_steps, threads=threads)
+
+
+def open_critic(config: PPOConfig, engine: Learner, optimizer_steps: int) -> Critic | None:
+    """The value model that is trained beside the policy, if the config names one."""
+    if not config.critic.path:
+        return None
+    path = find_model(config.critic.path)
+    if isinstance(engine, RankedEngine):
+        return engine.open_critic(path, config.critic.optimizer)
+    return _open_engine(config.actor, path, config.critic.optimizer, optimizer_steps, value_head=True)
+
+
+def open_reference(config: PPOConfig, engine: Learner) -> LogProbs | None:
+    """The frozen model that the KL penalty compares with, if there is a penalty."""
+    actor = config.actor
+    if actor.kl_ctl == 0:
+        return None
+    path = find_model(config.ref.path)
+    if isinstance(engine, RankedEngine):
+        return engine.open_reference(path)
+    model = open_trainable(path, device=actor.device, frozen=True)
+    return ScoringEngine(model, max_tokens_per_mb=actor.max_tokens_per_mb, dtype=actor.dtype)
+
+
+def policy_update(
+    config: PPOConfig,
+    engine: Learner,
+    critic: Critic | None,
+    *,
+    directory: Path | None = None,
+    seen_difference: float | None = None,
+) -> PolicyUpdate:
+    """`directory` and `seen_difference` as in `PolicyUpdate`."""
+    values = None if critic is None else ValueUpdate(critic, config.critic, config.actor, directory=directory)
+    return PolicyUpdate(
+        engine,
+        config.actor,
+        open_reference(config, engine),
+        config.seed,
+        critic=values,
+        directory=directory,
+        stale_samples=config.rollout.max_head_offpolicyness > 0,
+        seen_difference=seen_difference or 0.0,
+        same_arithmetic=config.rollout.dtype == config.actor.dtype == "float32",
+    )
+
+
+def _open_engine(
+    actor: ActorConfig, model: Path, optimizer: OptimizerConfig, optimizer_steps: int, *, value_head: bool = False
+) -> TrainingEngine:
+    return TrainingEngine(
+        open_trainable(
+            model,
+            gradient_checkpointing=actor.gradient_checkpointing,
+            device=actor.device,
+            value_head=value_head,
+        ),
+        optimizer,
+        total_steps=optimizer_steps,
+        max_tokens_per_mb=actor.max_tokens_per_mb,
+        dtype=actor.dtype,
+    )
