@@ -1,5 +1,6 @@
 """The run store: one SQLite file per run (`RUN/run.db`), the truth about what was sampled, trained and rejected.
 
 `schema.py` has the tables, `blobs.py` what is kept in compressed form, `writer.py` the one thread that writes while a
-run goes on, `reader.py` what others read, also meanwhile. Nothing here loads torch.
+run goes on, `reader.py` what others read, also meanwhile, `checks.py` how they know that it is what was written.
+Nothing here loads torch.
 """

@@ -20,7 +20,12 @@ _WIRE = Wire()
 
 def pack(value: Any) -> bytes:
     """Plain values, tuples and arrays."""
-    return zlib.compress(_WIRE.pack(value), LEVEL)
+    return zlib.compress(packed(value), LEVEL)
+
+
+def packed(value: Any) -> bytes:
+    """The same before it is compressed."""
+    return _WIRE.pack(value)
 
 
 def unpack(data: bytes) -> Any:

@@ -4,6 +4,7 @@ A `StoreReader` sees what is committed, each call as of its own moment.
 """
 
 import json
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +12,14 @@ from typing import Any
 
 from areal.api.messages import Episode, GroupResult, Row
 from areal.store.blobs import unpack, unpack_all
+from areal.store.checks import altered_fields, batch_digest
 from areal.store.schema import STORE_FILE, open_for_reading
 from areal.store.writer import READY, REJECTED, TRAINED, TrainedRow
 from areal.utils.closing import Closing
+
+ROWS, GROUPS = "rows", "groups"
+UNREADABLE = (zlib.error, ValueError, TypeError, KeyError, AttributeError)
+"""What reading rows raises if their bytes are not what was written."""
 
 
 @dataclass(frozen=True)
@@ -23,8 +29,20 @@ class StoredStep:
     version: int
     digest: str
     """Of the weights it led to."""
+    batch: str
+    """Digest of what it trained (checks.py)."""
     account: dict[str, Any]
     """Totals of the run by then."""
+
+
+@dataclass(frozen=True)
+class Altered:
+    """Something of a stored batch that is not as it was written."""
+
+    field: str
+    """Of rows; ROWS = they cannot be read, GROUPS = which groups the batch has, or their order."""
+    task_id: int | None = None
+    sample: int | None = None
 
 
 class StoreReader(Closing):
@@ -60,6 +78,23 @@ class StoreReader(Closing):
         )
         groups = [self._group(task_id) for (task_id,) in ids.fetchall()]
         return None if any(group is None for group in groups) else [group for group in groups if group is not None]
+
+    def altered(self, step: int) -> list[Altered]:
+        """What of a step's batch is not as it was written; nothing of tokens that are not kept."""
+        (written,) = self._db.execute("SELECT batch FROM steps WHERE step = ?", (step,)).fetchone()
+        found = self._db.execute(
+            "SELECT g.task_id, e.sample, r.data, r.checks FROM groups g JOIN episodes e ON e.task_id = g.task_id "
+            "JOIN rows r ON r.episode = e.id WHERE g.step = ? AND g.state = ? ORDER BY g.place, e.sample",
+            (step, TRAINED),
+        )
+        altered: list[Altered] = []
+        groups: dict[int, list[bytes]] = {}
+        for task_id, sample, data, checks in found:
+            groups.setdefault(task_id, []).append(checks)
+            altered += [Altered(name, task_id, sample) for name in _altered_fields(data, checks)]
+        if groups and not altered and batch_digest(groups.items()) != written:
+            altered.append(Altered(GROUPS))
+        return altered
 
     def ready(self) -> list[GroupResult]:
         """The groups that have ended and were not trained yet, in the order of their tasks."""
@@ -115,3 +150,10 @@ class StoreReader(Closing):
         (digests,) = self._db.execute("SELECT digests FROM groups WHERE task_id = ?", (task_id,)).fetchone()
         reported = {int(version): digest for version, digest in json.loads(digests).items()}
         return GroupResult(task_id, [self.episode(row["id"]) for row in kept], [], reported)
+
+
+def _altered_fields(data: bytes, checks: bytes) -> list[str]:
+    try:
+        return altered_fields(unpack_all(data, Row), checks)
+    except UNREADABLE:
+        return [ROWS]

@@ -4,12 +4,12 @@
     sessions     each time that the run was started: when, where, with which libraries
     groups       a task and what became of it: running, ready, trained (at which step, in which place), rejected
     episodes     one sample of a group, with the columns that people filter by
-    rows         its tokens as they are trained (blob)
+    rows         its tokens as they are trained (blob), and a checksum of each field
     nodes        its conversation tree (blob)
     trained      what the trainer computed for its tokens (blob)
     texts        full-text index over its conversation
     rejections   why an episode yielded nothing, with the traceback
-    steps        each step of training: the weights it led to, and the totals of the run
+    steps        each step of training: digests of its batch and of the weights it led to, and the totals of the run
     metrics      the lines of metrics.jsonl; a step has one, an evaluation another
     checkpoints  those that are complete
     events       what else happened: versions published, deaths, restarts, evaluations
@@ -80,7 +80,8 @@ CREATE INDEX episodes_by_reward ON episodes (reward);
 
 CREATE TABLE rows (
     episode INTEGER PRIMARY KEY REFERENCES episodes (id) ON DELETE CASCADE,
-    data BLOB NOT NULL
+    data BLOB NOT NULL,
+    checks BLOB NOT NULL
 ) STRICT;
 CREATE TABLE nodes (
     episode INTEGER PRIMARY KEY REFERENCES episodes (id) ON DELETE CASCADE,
@@ -110,6 +111,7 @@ CREATE TABLE steps (
     at REAL NOT NULL,
     version INTEGER NOT NULL,
     digest TEXT NOT NULL,
+    batch TEXT NOT NULL,
     account TEXT NOT NULL
 ) STRICT;
 

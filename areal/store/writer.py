@@ -25,6 +25,7 @@ import orjson
 
 from areal.api.messages import Array, Episode, GroupResult, Rejection
 from areal.store.blobs import pack, pack_all
+from areal.store.checks import batch_digest, checks_of
 from areal.store.schema import STORE_FILE, StoreError, open_for_writing
 from areal.utils.closing import Closing
 from areal.utils.shorten import shown
@@ -343,14 +344,15 @@ def _write_episode(db: sqlite3.Connection, task_id: int, sample: int, episode: E
         ),
     )
     number = written.lastrowid
-    db.execute("INSERT INTO rows VALUES (?, ?)", (number, pack_all(episode.rows)))
+    db.execute("INSERT INTO rows VALUES (?, ?, ?)", (number, pack_all(episode.rows), checks_of(episode.rows)))
     db.execute("INSERT INTO texts (rowid, body) VALUES (?, ?)", (number, conversation_text(episode)))
 
 
 def _write_step(db: sqlite3.Connection, record: StepRecord, at: float) -> None:
+    batch = batch_digest((task_id, _stored_checks(db, task_id)) for task_id in record.batch)
     db.execute(
-        "INSERT INTO steps VALUES (?, ?, ?, ?, ?)",
-        (record.step, at, record.version, record.digest, _json(record.account)),
+        "INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?)",
+        (record.step, at, record.version, record.digest, batch, _json(record.account)),
     )
     for place, task_id in enumerate(record.batch):
         changed = db.execute(
@@ -371,6 +373,14 @@ def _write_step(db: sqlite3.Connection, record: StepRecord, at: float) -> None:
             (pack_all(rows), task_id, sample),
         )
     _write_metrics(db, record.step, record.figures)
+
+
+def _stored_checks(db: sqlite3.Connection, task_id: int) -> list[bytes]:
+    """The checksums of each episode of a group, as they were written with its tokens."""
+    found = db.execute(
+        "SELECT r.checks FROM episodes e JOIN rows r ON r.episode = e.id WHERE task_id = ? ORDER BY sample", (task_id,)
+    )
+    return [checks for (checks,) in found]
 
 
 def _write_metrics(db: sqlite3.Connection, step: int, figures: Mapping[str, float | None]) -> None:
