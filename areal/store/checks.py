@@ -8,6 +8,8 @@ import zlib
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
+import numpy as np
+
 from areal.api.messages import Row
 from areal.store.blobs import packed
 
@@ -50,4 +52,12 @@ def batch_digest(groups: Iterable[tuple[int, Sequence[bytes]]]) -> str:
 
 
 def _check(rows: Sequence[Row], name: str) -> bytes:
-    return zlib.crc32(packed([getattr(row, name) for row in rows])).to_bytes(CHECK_BYTES, "big")
+    check = 0
+    for row in rows:
+        value = getattr(row, name)
+        if isinstance(value, np.ndarray):  # without a copy
+            check = zlib.crc32(f"{value.dtype.str} {value.shape}".encode(), check)
+            check = zlib.crc32(np.ascontiguousarray(value).data, check)
+        else:
+            check = zlib.crc32(packed(value), check)
+    return check.to_bytes(CHECK_BYTES, "big")
