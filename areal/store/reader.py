@@ -125,13 +125,13 @@ class StoreReader(Closing):
     def episode(self, number: int) -> Episode:
         """With its rows if they are kept. Raises KeyError if there is none of that number."""
         found = self._db.execute(
-            "SELECT e.summary, r.data AS rows FROM episodes e LEFT JOIN rows r ON r.episode = e.id WHERE e.id = ?",
+            "SELECT c.data, r.data AS rows FROM conversations c LEFT JOIN rows r USING (episode) WHERE c.episode = ?",
             (number,),
         ).fetchone()
         if found is None:
             raise KeyError(number)
         rows = [] if found["rows"] is None else unpack_all(found["rows"], Row)
-        return Episode(rows=rows, **unpack(found["summary"]))
+        return Episode(rows=rows, **unpack(found["data"]))
 
     def trained_rows(self, number: int) -> list[TrainedRow]:
         """What the trainer computed for an episode's rows; empty if it was not trained or it is not kept."""

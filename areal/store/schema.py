@@ -3,7 +3,9 @@
     meta         what holds for the whole run, by name
     sessions     each time that the run was started: when, where, with which libraries
     groups       a task and what became of it: running, ready, trained (at which step, in which place), rejected
-    episodes     one sample of a group, with the columns that people filter by
+    episodes     one sample of a group: the columns that people filter by and nothing else, so that a scan is fast
+    conversations
+                 what was said in it and what else is known of it (blob)
     rows         its tokens as they are trained (blob), and a checksum of each field
     nodes        its conversation tree (blob)
     trained      what the trainer computed for its tokens (blob)
@@ -25,6 +27,8 @@ from areal.api.errors import ArealError
 STORE_FILE = "run.db"
 BUSY_SECONDS = 30.0
 """How long a statement waits for another process: only migrations hold the file longer than a moment."""
+WAL_BYTES = 64 << 20
+"""What the log of changes is cut to after a large transaction made it larger."""
 
 _TABLES = """
 CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT, WITHOUT ROWID;
@@ -52,15 +56,19 @@ CREATE TABLE groups (
     reward REAL,
     reward_spread REAL,
     digests TEXT NOT NULL DEFAULT '{}',
+    kept INTEGER NOT NULL DEFAULT 1,
     task TEXT NOT NULL DEFAULT ''
 ) STRICT;
 CREATE INDEX groups_by_state ON groups (state, oldest_version);
 CREATE INDEX groups_by_step ON groups (step, place);
+CREATE INDEX groups_with_tokens ON groups (step) WHERE kept;
 
 CREATE TABLE episodes (
     id INTEGER PRIMARY KEY AUTOINCREMENT,
     task_id INTEGER NOT NULL REFERENCES groups (task_id),
     sample INTEGER NOT NULL,
+    state TEXT NOT NULL,
+    reason TEXT,
     step INTEGER,
     reward REAL NOT NULL,
     tokens INTEGER NOT NULL,
@@ -71,12 +79,16 @@ CREATE TABLE episodes (
     newest_version INTEGER,
     staleness INTEGER,
     truncated INTEGER NOT NULL,
-    preview TEXT NOT NULL,
-    summary BLOB NOT NULL,
     UNIQUE (task_id, sample)
 ) STRICT;
-CREATE INDEX episodes_by_step ON episodes (step, reward);
+CREATE INDEX episodes_by_step ON episodes (step);
 CREATE INDEX episodes_by_reward ON episodes (reward);
+
+CREATE TABLE conversations (
+    episode INTEGER PRIMARY KEY REFERENCES episodes (id) ON DELETE CASCADE,
+    preview TEXT NOT NULL,
+    data BLOB NOT NULL
+) STRICT;
 
 CREATE TABLE rows (
     episode INTEGER PRIMARY KEY REFERENCES episodes (id) ON DELETE CASCADE,
@@ -93,7 +105,7 @@ CREATE TABLE trained (
 ) STRICT;
 
 -- Without a copy of the text. What is deleted elsewhere stays here, under a number that no other episode will have.
-CREATE VIRTUAL TABLE texts USING fts5 (body, content = '', tokenize = 'unicode61');
+CREATE VIRTUAL TABLE texts USING fts5 (body, content = '', columnsize = 0, tokenize = 'unicode61');
 
 CREATE TABLE rejections (
     id INTEGER PRIMARY KEY,
@@ -149,6 +161,8 @@ def open_for_writing(path: Path) -> sqlite3.Connection:
         )  # before the first table, so that pruning shrinks the file
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = NORMAL")
+        connection.execute("PRAGMA secure_delete = OFF")  # some builds overwrite what is deleted, which costs as much
+        connection.execute(f"PRAGMA journal_size_limit = {WAL_BYTES}")
         connection.execute("PRAGMA foreign_keys = ON")
         _migrate(connection, path)
     except sqlite3.DatabaseError as error:

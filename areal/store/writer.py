@@ -5,6 +5,9 @@ step waits until it is committed, together with all that was handed over before 
 whatever is killed. A full disk does not lose anything: the thread keeps what it has, says so once, and tries again
 until there is room or its patience ends.
 
+Tokens that are not to be kept are removed a few groups at a time, between transactions, so that no step waits for it.
+What a resumed run may need stays: the groups that are not trained yet, and those of steps after the oldest checkpoint.
+
 Everything a caller hands over must not be changed afterwards.
 """
 
@@ -36,6 +39,12 @@ RETRY_SECONDS = 2.0
 """Between two looks whether a full disk has room again: nothing announces it."""
 PATIENCE_SECONDS = 600.0
 """How long a full disk is waited for."""
+FORGET_GROUPS = 8
+"""How many groups lose their tokens in one transaction."""
+VACUUM_PAGES = 256
+"""By how much one transaction shrinks the file."""
+SPARE_SHARE = 0.1
+"""Of the file may be empty pages, which the next steps fill: giving them back only to ask for them costs twice."""
 PREVIEW_CHARACTERS = 160
 TASK_CHARACTERS = 65_536
 FULL = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN)
@@ -82,12 +91,18 @@ class StoreWriter(Closing):
         *,
         say: Callable[[str], None] = lambda line: None,
         patience_seconds: float = PATIENCE_SECONDS,
+        keep_tokens: int | None = None,
     ) -> None:
-        """`say` gets a line when the disk is full, and when it has room again; it is called on the thread."""
+        """`say` gets a line when the disk is full, and when it has room again; it is called on the thread.
+
+        `keep_tokens` is of how many steps tokens are kept; None = of all.
+        """
         self.path = directory / STORE_FILE
         self._connection = open_for_writing(self.path)
         self._say = say
         self._patience_seconds = patience_seconds
+        self._keep_tokens = keep_tokens
+        self._forget_before = 0
         self._changes: deque[tuple[Change, Future[None] | None]] = deque()
         self._wake = threading.Condition()
         self._closed = False
@@ -154,6 +169,10 @@ class StoreWriter(Closing):
             lambda db: db.execute("INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?, ?)", (step, at, name, digest))
         )
 
+    def checkpoints_removed(self, before_step: int) -> None:
+        """Those of earlier steps are no longer there, so that nothing will be resumed from them."""
+        self._put(lambda db: db.execute("DELETE FROM checkpoints WHERE step < ?", (before_step,)))
+
     def event(self, kind: str, detail: Mapping[str, Any]) -> None:
         values = (time.time(), self._step, kind, _json(detail))
         self._put(lambda db: db.execute("INSERT INTO events (at, step, kind, detail) VALUES (?, ?, ?, ?)", values))
@@ -162,11 +181,11 @@ class StoreWriter(Closing):
         """Steps after that one are as if they had never been taken; their groups are to be tried again."""
 
         def change(db: sqlite3.Connection) -> None:
-            db.execute(
-                "UPDATE groups SET state = ?, step = NULL, place = NULL WHERE state = ? AND step > ?",
-                (RETRY, TRAINED, last_step),
-            )
-            db.execute("UPDATE episodes SET step = NULL, staleness = NULL WHERE step > ?", (last_step,))
+            for table, columns in (("groups", "place = NULL"), ("episodes", "staleness = NULL")):
+                db.execute(
+                    f"UPDATE {table} SET state = ?, step = NULL, {columns} WHERE state = ? AND step > ?",
+                    (RETRY, TRAINED, last_step),
+                )
             for table in ("steps", "metrics", "checkpoints"):
                 db.execute(f"DELETE FROM {table} WHERE step > ?", (last_step,))
 
@@ -174,13 +193,10 @@ class StoreWriter(Closing):
         self._step = last_step
 
     def forget_tokens(self, before_step: int) -> None:
-        """Remove the tokens of what was trained, or rejected, before that step; conversations stay."""
+        """Remove the tokens of what was trained, or rejected, before that step, little by little; the rest stays."""
 
         def change(db: sqlite3.Connection) -> None:
-            old = "SELECT e.id FROM episodes e JOIN groups g USING (task_id) WHERE g.state IN (?, ?) AND g.step < ?"
-            for table in ("rows", "trained"):
-                db.execute(f"DELETE FROM {table} WHERE episode IN ({old})", (TRAINED, REJECTED, before_step))
-            db.execute("PRAGMA incremental_vacuum")
+            self._forget_before = max(self._forget_before, before_step)
 
         self._put(change)
 
@@ -209,22 +225,38 @@ class StoreWriter(Closing):
             self._wake.notify()
 
     def _run(self) -> None:
-        while batch := self._next():
-            try:
-                self._commit([change for change, _ in batch])
-            except Exception as error:  # whoever waits, and whoever writes next, gets it
-                self._give_up(error, batch)
-                return
-            for _, committed in batch:
-                if committed is not None:
-                    committed.set_result(None)
+        batch: list[tuple[Change, Future[None] | None]] = []
+        tidy = False
+        try:
+            while (batch := self._next(wait=tidy)) or not tidy:
+                if batch:
+                    self._commit([change for change, _ in batch])
+                for _, committed in batch:
+                    if committed is not None:
+                        committed.set_result(None)
+                batch = []
+                tidy = not self._tidy_up()
+        except Exception as error:  # whoever waits, and whoever writes next, gets it
+            self._give_up(error, batch)
 
-    def _next(self) -> list[tuple[Change, Future[None] | None]]:
-        """What has gathered; waits for something. Empty = there will be nothing more."""
+    def _next(self, *, wait: bool) -> list[tuple[Change, Future[None] | None]]:
+        """What has gathered. Empty = there is nothing now, or, after waiting for it, there will be nothing more."""
         with self._wake:
-            while not self._changes and not self._closed:
+            while wait and not self._changes and not self._closed:
                 self._wake.wait()
             return [self._changes.popleft() for _ in range(min(len(self._changes), MOST_AT_ONCE))]
+
+    def _tidy_up(self) -> bool:
+        """Forget some tokens, or shrink the file a little; whether there is more of it to do."""
+        before = max(self._forget_before, _first_needed_step(self._connection, self._keep_tokens))
+        old = _groups_with_tokens(self._connection, before)
+        if old:
+            self._commit([lambda db: _forget_tokens(db, old)])
+            return True
+        if before and _spare_share(self._connection) > SPARE_SHARE:
+            self._commit([_shrink])
+            return True
+        return False
 
     def _commit(self, changes: list[Change]) -> None:
         """All of them in one transaction, once there is room for it."""
@@ -298,23 +330,29 @@ class _GroupEnded:
                 self._reject(db, rejection)
         if self.why is not None and result.episodes:
             self._reject(db, self.why)
+        reason, step = (None, None) if self.why is None else (str(self.why.reason), self.step)
         db.execute(
             "UPDATE groups SET state = ?, ended = ?, oldest_version = ?, reason = ?, episodes = ?, tokens = ?, "
-            "reward = ?, reward_spread = ?, digests = ?, step = ? WHERE task_id = ?",
+            "reward = ?, reward_spread = ?, digests = ?, step = ?, kept = 1 WHERE task_id = ?",
             (
                 self.state,
                 self.at,
                 _oldest(result.episodes),
-                None if self.why is None else str(self.why.reason),
+                reason,
                 len(result.episodes),
                 sum(episode.trained_tokens for episode in result.episodes),
                 float(rewards.mean()) if len(rewards) else None,
                 float(rewards.std()) if len(rewards) else None,
                 json.dumps(result.digests),
-                self.step if self.why is not None else None,
+                step,
                 result.task_id,
             ),
         )
+        if self.why is not None:
+            db.execute(
+                "UPDATE episodes SET state = ?, reason = ?, step = ? WHERE task_id = ?",
+                (self.state, reason, step, result.task_id),
+            )
 
     def _reject(self, db: sqlite3.Connection, why: Rejection) -> None:
         db.execute(
@@ -326,11 +364,12 @@ class _GroupEnded:
 def _write_episode(db: sqlite3.Connection, task_id: int, sample: int, episode: Episode) -> None:
     others = {each.name: getattr(episode, each.name) for each in fields(episode) if each.name not in ELSEWHERE}
     written = db.execute(
-        "INSERT INTO episodes (task_id, sample, reward, tokens, prompt_tokens, calls, seconds, oldest_version, "
-        "newest_version, truncated, preview, summary) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        "INSERT INTO episodes (task_id, sample, state, reward, tokens, prompt_tokens, calls, seconds, oldest_version, "
+        "newest_version, truncated) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
         (
             task_id,
             sample,
+            READY,
             episode.reward,
             episode.trained_tokens,
             sum(len(row.input_ids) for row in episode.rows) - episode.trained_tokens,
@@ -339,11 +378,10 @@ def _write_episode(db: sqlite3.Connection, task_id: int, sample: int, episode: E
             episode.oldest_version,
             episode.newest_version,
             episode.truncated,
-            _preview(episode),
-            pack(others),
         ),
     )
     number = written.lastrowid
+    db.execute("INSERT INTO conversations VALUES (?, ?, ?)", (number, _preview(episode), pack(others)))
     db.execute("INSERT INTO rows VALUES (?, ?, ?)", (number, pack_all(episode.rows), checks_of(episode.rows)))
     db.execute("INSERT INTO texts (rowid, body) VALUES (?, ?)", (number, conversation_text(episode)))
 
@@ -364,8 +402,8 @@ def _write_step(db: sqlite3.Connection, record: StepRecord, at: float) -> None:
                 f"step {record.step} trained the group of task {task_id}, which was not ready to be trained"
             )
         db.execute(
-            "UPDATE episodes SET step = ?, staleness = ? - oldest_version WHERE task_id = ?",
-            (record.step, record.version - 1, task_id),
+            "UPDATE episodes SET state = ?, step = ?, staleness = ? - oldest_version WHERE task_id = ?",
+            (TRAINED, record.step, record.version - 1, task_id),
         )
     for (task_id, sample), rows in record.trained.items():
         db.execute(
@@ -385,6 +423,41 @@ def _stored_checks(db: sqlite3.Connection, task_id: int) -> list[bytes]:
 
 def _write_metrics(db: sqlite3.Connection, step: int, figures: Mapping[str, float | None]) -> None:
     db.execute("INSERT INTO metrics (step, figures) VALUES (?, ?)", (step, _json(figures)))
+
+
+def _first_needed_step(db: sqlite3.Connection, keep_tokens: int | None) -> int:
+    """Tokens of the steps before it are not to be kept; 0 = those of all steps are."""
+    if keep_tokens is None:
+        return 0
+    newest, resumable = db.execute(
+        "SELECT (SELECT max(step) FROM steps), (SELECT min(step) FROM checkpoints)"
+    ).fetchone()
+    return 0 if newest is None or resumable is None else min(newest - keep_tokens, resumable) + 1
+
+
+def _groups_with_tokens(db: sqlite3.Connection, before_step: int) -> list[int]:
+    """Some that were trained or rejected before that step."""
+    found = db.execute(
+        "SELECT task_id FROM groups WHERE kept AND step < ? ORDER BY step LIMIT ?", (before_step, FORGET_GROUPS)
+    )
+    return [task_id for (task_id,) in found.fetchall()]
+
+
+def _forget_tokens(db: sqlite3.Connection, groups: Sequence[int]) -> None:
+    for task_id in groups:
+        for table in ("rows", "trained"):
+            db.execute(f"DELETE FROM {table} WHERE episode IN (SELECT id FROM episodes WHERE task_id = ?)", (task_id,))
+        db.execute("UPDATE groups SET kept = 0 WHERE task_id = ?", (task_id,))
+
+
+def _spare_share(db: sqlite3.Connection) -> float:
+    """Of the file that holds nothing."""
+    (empty,), (pages,) = (db.execute(f"PRAGMA {name}").fetchone() for name in ("freelist_count", "page_count"))
+    return float(empty / max(1, pages))
+
+
+def _shrink(db: sqlite3.Connection) -> None:
+    db.execute(f"PRAGMA incremental_vacuum({VACUUM_PAGES})").fetchall()  # a page for each row that is fetched
 
 
 def _oldest(episodes: Sequence[Episode]) -> int | None:
