@@ -164,12 +164,15 @@ def _is_text(hint: Any) -> bool:
 
 
 def _convert_optional(hint: Any, value: Any, dotted: str) -> Any:
-    """A field that may be None has one other type: the settings need no other unions."""
+    """A field that may be None has one other type; one that takes words may take whole numbers besides."""
     plain = value.parsed() if isinstance(value, Verbatim) else value
-    if plain is None:
-        return None
-    (other,) = (option for option in typing.get_args(hint) if option is not type(None))
-    return _convert(other, value, dotted)
+    options = [option for option in typing.get_args(hint) if option is not type(None)]
+    if len(options) == 1:
+        return None if plain is None else _convert(options[0], value, dotted)
+    (words,) = (typing.get_args(option) for option in options if typing.get_origin(option) is Literal)
+    if type(plain) is int or plain in words:
+        return plain
+    raise ConfigError(f"{dotted} must be {', '.join(words)} or a whole number, got {plain!r}")
 
 
 def _convert_choice(choices: tuple[Any, ...], value: Any, dotted: str) -> Any:

@@ -214,8 +214,22 @@ class StoreConfig:
     full_disk_seconds: float = 600.0
     """How long the run waits for room on a full disk. Then it ends, with what was committed; 0 = at once."""
 
+    keep_tokens: Literal["all", "none"] | int = "all"
+    """Whose tokens and log-probs are kept: of all steps, of none, or of this many of the newest. Conversations and
+    figures stay, and always the tokens that a resumed run may need: those since the oldest checkpoint that is kept, and
+    those that are not trained yet."""
+
     def __post_init__(self) -> None:
         require(self.full_disk_seconds >= 0, f"full_disk_seconds must be >= 0, got {self.full_disk_seconds}")
+        require(
+            not isinstance(self.keep_tokens, int) or self.keep_tokens >= 1,
+            f"keep_tokens must be all, none or a number of steps >= 1, got {self.keep_tokens}",
+        )
+
+    @property
+    def steps_with_tokens(self) -> int | None:
+        """None = all."""
+        return {"all": None, "none": 0}[self.keep_tokens] if isinstance(self.keep_tokens, str) else self.keep_tokens
 
 
 @dataclass

@@ -429,9 +429,8 @@ def _first_needed_step(db: sqlite3.Connection, keep_tokens: int | None) -> int:
     """Tokens of the steps before it are not to be kept; 0 = those of all steps are."""
     if keep_tokens is None:
         return 0
-    newest, resumable = db.execute(
-        "SELECT (SELECT max(step) FROM steps), (SELECT min(step) FROM checkpoints)"
-    ).fetchone()
+    (newest,) = db.execute("SELECT max(step) FROM steps").fetchone()
+    (resumable,) = db.execute("SELECT min(step) FROM checkpoints").fetchone()
     return 0 if newest is None or resumable is None else min(newest - keep_tokens, resumable) + 1
 
 

@@ -62,6 +62,18 @@ def test_optional_setting_can_be_unset(text: str) -> None:
     assert load(f"trial_name={text}").trial_name is None
 
 
+def test_a_setting_may_be_a_word_or_a_number(tmp_path: Path) -> None:
+    assert [load(f"store.keep_tokens={word}").store.steps_with_tokens for word in ("all", "none", "20")] == [
+        None,
+        0,
+        20,
+    ]
+    assert load_text(tmp_path, "store: {keep_tokens: 20}").store.steps_with_tokens == 20
+    for wrong in ("some", "1.5", "null", "true"):
+        assert "must be all, none or a whole number" in refusal(f"store.keep_tokens={wrong}")
+    assert refusal("store.keep_tokens=0").startswith("store.keep_tokens must be all, none or a number of steps >= 1")
+
+
 def test_number_in_the_file_where_text_is_wanted_asks_for_quotes(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"trial_name must be text, got 1\.1; put it in quotes"):
         load_text(tmp_path, "trial_name: 1.10")
