@@ -82,7 +82,6 @@ CREATE TABLE episodes (
     UNIQUE (task_id, sample)
 ) STRICT;
 CREATE INDEX episodes_by_step ON episodes (step);
-CREATE INDEX episodes_by_reward ON episodes (reward);
 
 CREATE TABLE conversations (
     episode INTEGER PRIMARY KEY REFERENCES episodes (id) ON DELETE CASCADE,

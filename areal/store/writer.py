@@ -54,6 +54,7 @@ ELSEWHERE = ("rows",)
 
 RUNNING, READY, TRAINED, REJECTED, RETRY = "running", "ready", "trained", "rejected", "retry"
 """States of a group. To be tried again is one that ran when the driver ended, or whose step is taken back."""
+STATES = (RUNNING, READY, TRAINED, REJECTED, RETRY)
 
 Change = Callable[[sqlite3.Connection], None]
 
