@@ -177,6 +177,20 @@ def _declare_doctor(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
 
 
+def _declare_export(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help="a run's directory; the run may still go on")
+    parser.add_argument("--format", choices=("jsonl", "parquet"), default="jsonl", help="of both files (jsonl)")
+    parser.add_argument("--out", metavar="DIR", help="where episodes and metrics are written (RUN/export)")
+    parser.add_argument("--steps", metavar="A-B", help="only of these steps: 300-500, 300.. or ..500")
+    parser.add_argument(
+        "--filter",
+        default="",
+        metavar="WORDS",
+        help="only episodes for which all words hold: 'reward<0.5 tokens>200 state:trained \"some text\"'",
+    )
+    parser.add_argument("--force", action="store_true", help="overwrite files that exist")
+
+
 @dataclass(frozen=True)
 class Verb:
     summary: str
@@ -214,6 +228,11 @@ VERBS = {
         "check this machine, and whether a run's memory will fit",
         _declare_doctor,
         "areal doctor --config run.yaml actor.path=DIR --gpu-memory-gb 80 --gpus-per-node 8",
+    ),
+    "export": Verb(
+        "write a run's episodes, tokens and metrics to files",
+        _declare_export,
+        "areal export runs/experiment/trial --format parquet --steps 300-500 --filter 'reward<0.5 state:trained'",
     ),
     "chat": Verb("talk to a saved model in the terminal", _declare_chat, "areal chat DIR"),
 }

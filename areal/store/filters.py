@@ -114,6 +114,18 @@ def find_column(name: str) -> Column:
     return column
 
 
+def parse_range(text: str) -> tuple[float | None, float | None]:
+    """`300-500`, `300..`, `..500`; None = there is no such end. Raises FilterError."""
+    ends = RANGE.fullmatch(text)
+    low, high = (None, None) if ends is None else (ends["least"] or ends["from"], ends["most"] or ends["to"])
+    if low is None and high is None:
+        raise FilterError(f"a range is 300-500, 300.. or ..500, got {shown(text)}")
+    least, most = (None if each is None else _plain_number(each) for each in (low, high))
+    if least is not None and most is not None and least > most:
+        raise FilterError(f"a range must go up, got {shown(text)}; write {high}-{low}")
+    return least, most
+
+
 def _phrase(text: str) -> EpisodeFilter:
     clean = text.replace("\0", " ").encode("utf-8", "replace").decode()
     if not any(unicodedata.category(character)[0] in "LN" for character in clean):
@@ -131,9 +143,8 @@ def _condition(word: str) -> EpisodeFilter:
         raise FilterError(f"{name} must be compared with something, got {shown(word)}; write {_example(name, column)}")
     if column.kind != "number":
         return _words(name, column, operator, value)
-    ends = RANGE.fullmatch(value) if operator in ":=" else None
-    if ends is not None:
-        return _range(column, ends["least"] or ends["from"], ends["most"] or ends["to"], word)
+    if operator in ":=" and RANGE.fullmatch(value):
+        return _range(column, *parse_range(value))
     numbers = [_number(name, column, each) for each in value.split(",")]
     if operator in (":", "=", "!="):
         return _among(column, operator, numbers)
@@ -157,12 +168,7 @@ def _bare_word(word: str) -> EpisodeFilter:
     raise FilterError(f'{shown(word)} is no filter; write "{quoted}" for text, or a column and a value: reward<0.5')
 
 
-def _range(column: Column, least: str | None, most: str | None, word: str) -> EpisodeFilter:
-    if least is None and most is None:
-        raise FilterError(f"a range needs an end, got {shown(word)}; write 300-500, 300.. or ..500")
-    low, high = (None if each is None else _plain_number(each) for each in (least, most))
-    if low is not None and high is not None and low > high:
-        raise FilterError(f"a range must go up, got {shown(word)}; write {most}-{least}")
+def _range(column: Column, low: float | None, high: float | None) -> EpisodeFilter:
     ends = [(f"{column.name} >= ?", low), (f"{column.name} <= ?", high)]
     given = [(condition, value) for condition, value in ends if value is not None]
     return _where(column, " AND ".join(condition for condition, _ in given), *(value for _, value in given))
