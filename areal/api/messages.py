@@ -104,6 +104,46 @@ class Row:
         return truncated
 
 
+@dataclass(frozen=True)
+class TrainedRow:
+    """What an update computed for the trained tokens of a row: float32, as long as `loss_mask.sum()`."""
+
+    advantages: Array
+    """What the loss was given; NaN on truncated completions that are masked."""
+    logprobs: Array
+    """The trainer's, at the row's temperatures. Those of the weights before the step where these were computed
+    beforehand (the proximal ones), else those of the pass that trained the token: the same in the first minibatch, and
+    in later ones of the weights that the minibatches before it have changed. NaN where nothing was computed: sequences
+    whose advantages are all 0, what is not trained, and updates that were skipped."""
+
+
+@dataclass
+class Node:
+    """One answer of the model in the tree of an episode.
+
+    Its tokens are those of the episode's rows whose `completion_index` is its place among the nodes.
+    """
+
+    parent: int | None
+    """The node whose conversation it continues, which comes before it; None = it began one."""
+    extends: bool
+    """Its tokens go on from the parent's; False where the template rendered the conversation so far differently."""
+    messages: list[dict[str, Any]]
+    """The conversation after the parent's answer, up to this one, as a person reads it: images are described."""
+    message: dict[str, Any]
+    """The answer."""
+    reward: float | None
+    """What the agent gave; None = nothing."""
+    finish: str
+    """Why it ended: stop, length or tool_calls."""
+    tools: list[str]
+    """Names of what the model was offered to call."""
+    asked: float
+    """When, in seconds of the episode."""
+    answered: float
+    """The same."""
+
+
 @dataclass
 class Episode:
     """The outcome of one accepted episode."""
@@ -119,6 +159,8 @@ class Episode:
     turns: list[tuple[float, float, int]] = field(default_factory=list)
     """For each call of the model: when it was asked and when it had answered, in seconds of the episode, and the number
     of tokens it sampled."""
+    nodes: list[Node] = field(default_factory=list)
+    """Every answer, a parent before its children; empty where no tree was recorded: the workflow returned tensors."""
 
     @property
     def oldest_version(self) -> int | None:

@@ -1,9 +1,9 @@
 """What the direct client exports: each conversation with its row, to be returned by a RolloutWorkflow."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from areal.api.messages import Row
-from areal.trajectory.export import ExportStyle, export, row_ends
+from areal.api.messages import Node, Row
+from areal.trajectory.export import ExportStyle, export, nodes_of, row_ends
 from areal.trajectory.message import Message, readable
 from areal.trajectory.rewards import returns
 from areal.trajectory.tree import Tree
@@ -22,6 +22,8 @@ class Interaction:
     given: float
     """Sum of the raw rewards of the completions that the row trains."""
     row: Row
+    nodes: list[Node] = field(default_factory=list)
+    """The whole tree that it was exported from: one list for all of one export. Empty = there is none."""
 
 
 def interactions(
@@ -29,7 +31,7 @@ def interactions(
 ) -> dict[str, Interaction]:
     """The rows of a tree by the id of the completion each ends with; `discounted` = report returns, not rewards."""
     totals = returns(tree, turn_discount)
-    rows = export(tree, style, turn_discount)
+    rows, nodes = export(tree, style, turn_discount), nodes_of(tree)
     return {
         node.id: Interaction(
             id=node.id,
@@ -37,6 +39,7 @@ def interactions(
             reward=totals[node.index] if discounted else node.reward or 0.0,
             given=sum(tree.completions[index].reward or 0.0 for index in _trained(row)),
             row=row,
+            nodes=nodes,
         )
         for node, row in zip(row_ends(tree, style), rows, strict=True)
     }

@@ -63,6 +63,8 @@ async def run_episode(
     episode.stats = stats.means()
     episode.seconds = time.monotonic() - began
     episode.turns = [(asked - began, answered - began, tokens) for asked, answered, tokens in episode.turns]
+    for node in episode.nodes:
+        node.asked, node.answered = node.asked - began, node.answered - began
     return episode, digests
 
 

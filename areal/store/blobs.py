@@ -34,9 +34,18 @@ def unpack(data: bytes) -> Any:
 
 def pack_all(values: Sequence[Any]) -> bytes:
     """Dataclasses of one type whose fields are plain values and arrays."""
-    return pack([{field.name: getattr(value, field.name) for field in dataclasses.fields(value)} for value in values])
+    return pack(by_name(values))
 
 
 def unpack_all(data: bytes, cls: type[T]) -> list[T]:
+    return from_names(unpack(data), cls)
+
+
+def by_name(values: Sequence[Any]) -> list[dict[str, Any]]:
+    """The fields of dataclasses of one type."""
+    return [{field.name: getattr(value, field.name) for field in dataclasses.fields(value)} for value in values]
+
+
+def from_names(found: Sequence[dict[str, Any]], cls: type[T]) -> list[T]:
     known = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    return [cls(**{name: value for name, value in each.items() if name in known}) for each in unpack(data)]
+    return [cls(**{name: value for name, value in each.items() if name in known}) for each in found]

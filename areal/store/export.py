@@ -21,11 +21,10 @@ from typing import IO, Any
 import numpy as np
 import orjson
 
-from areal.api.messages import Array, Episode, Row
+from areal.api.messages import Array, Episode, Row, TrainedRow
 from areal.store.filters import EpisodeFilter
 from areal.store.schema import StoreError
 from areal.store.search import ALL, EpisodeLine, StoreSearch
-from areal.store.writer import TrainedRow
 
 Record = dict[str, Any]
 Steps = tuple[float | None, float | None]

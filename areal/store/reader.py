@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from areal.api.messages import Episode, GroupResult, Row
-from areal.store.blobs import unpack, unpack_all
+from areal.api.messages import Episode, GroupResult, Node, Row, TrainedRow
+from areal.store.blobs import from_names, unpack, unpack_all
 from areal.store.checks import altered_fields, batch_digest
 from areal.store.schema import STORE_FILE, open_for_reading
-from areal.store.writer import READY, REJECTED, TRAINED, TrainedRow
+from areal.store.writer import READY, REJECTED, TRAINED
 from areal.utils.closing import Closing
 
 ROWS, GROUPS = "rows", "groups"
@@ -131,7 +131,8 @@ class StoreReader(Closing):
         if found is None:
             raise KeyError(number)
         rows = [] if found["rows"] is None else unpack_all(found["rows"], Row)
-        return Episode(rows=rows, **unpack(found["data"]))
+        others = unpack(found["data"])
+        return Episode(rows=rows, nodes=from_names(others.pop("nodes", ()), Node), **others)
 
     def trained_rows(self, number: int) -> list[TrainedRow]:
         """What the trainer computed for an episode's rows; empty if it was not trained or it is not kept."""

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
-from areal.api.messages import Episode
+from areal.api.messages import Episode, TrainedRow
 from areal.store.filters import Column, EpisodeFilter, FilterError, Value, find_column
 from areal.store.reader import StoreReader
-from areal.store.writer import TRAINED, TrainedRow
+from areal.store.writer import TRAINED
 
 T = TypeVar("T")
 

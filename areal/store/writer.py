@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 import orjson
 
-from areal.api.messages import Array, Episode, GroupResult, Rejection
-from areal.store.blobs import pack, pack_all
+from areal.api.messages import Episode, GroupResult, Rejection, TrainedRow
+from areal.store.blobs import by_name, pack, pack_all
 from areal.store.checks import batch_digest, checks_of
 from areal.store.schema import STORE_FILE, StoreError, open_for_writing
 from areal.utils.closing import Closing
@@ -49,22 +49,14 @@ PREVIEW_CHARACTERS = 160
 TASK_CHARACTERS = 65_536
 FULL = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN)
 """How SQLite reports that a disk takes nothing more, by the lowest byte of its codes."""
-ELSEWHERE = ("rows",)
-"""Fields of an episode that have tables of their own."""
+ELSEWHERE = ("rows", "nodes")
+"""Fields of an episode that are not plain values."""
 
 RUNNING, READY, TRAINED, REJECTED, RETRY = "running", "ready", "trained", "rejected", "retry"
 """States of a group. To be tried again is one that ran when the driver ended, or whose step is taken back."""
 STATES = (RUNNING, READY, TRAINED, REJECTED, RETRY)
 
 Change = Callable[[sqlite3.Connection], None]
-
-
-@dataclass(frozen=True)
-class TrainedRow:
-    """What the trainer computed for the trained tokens of a row; NaN where it computed nothing."""
-
-    advantages: Array
-    logprobs: Array
 
 
 @dataclass(frozen=True)
@@ -382,7 +374,8 @@ def _write_episode(db: sqlite3.Connection, task_id: int, sample: int, episode: E
         ),
     )
     number = written.lastrowid
-    db.execute("INSERT INTO conversations VALUES (?, ?, ?)", (number, _preview(episode), pack(others)))
+    conversation = pack({**others, "nodes": by_name(episode.nodes)})
+    db.execute("INSERT INTO conversations VALUES (?, ?, ?)", (number, _preview(episode), conversation))
     db.execute("INSERT INTO rows VALUES (?, ?, ?)", (number, pack_all(episode.rows), checks_of(episode.rows)))
     db.execute("INSERT INTO texts (rowid, body) VALUES (?, ?)", (number, conversation_text(episode)))
 

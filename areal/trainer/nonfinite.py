@@ -7,6 +7,7 @@ The engine has changed nothing when it reports one. `stop` saves the batch for d
 from pathlib import Path
 
 import numpy as np
+from torch import Tensor
 
 from areal.api.errors import NonFiniteUpdate
 from areal.config.training import ActorConfig
@@ -28,6 +29,7 @@ def guarded_update(
     step: int,
     directory: Path | None,
     of_critic: bool = False,
+    scores: Tensor | None = None,
 ) -> Figures:
     """`engine.train_batch` with `skipped_updates` among its figures.
 
@@ -35,7 +37,7 @@ def guarded_update(
     """
     when = f"step {step}, critic" if of_critic else f"step {step}"
     try:
-        figures = engine.train_batch(batch, loss, place)
+        figures = engine.train_batch(batch, loss, place, scores=scores)
     except NonFiniteUpdate as error:
         if actor.on_nonfinite == "skip":
             logger.warning("%s: %s; the update is skipped (actor.on_nonfinite: skip)", when, error)

@@ -156,7 +156,7 @@ class _PPORun(TrainingRun):
             groups = self._fleet.take(self._config.train_dataset.batch_size)
             taken = time.monotonic()
             version = self._engine.version
-            policy = self._update.step(groups)
+            policy = self._update.step(groups).figures
             trained = time.monotonic()
             self._training.append((taken, trained))
             self._settle(groups)

@@ -145,7 +145,9 @@ class RankedModel:
         """What a critic expects before every trained token [N]."""
         return self._processes.scores(self._role, batch)
 
-    def train_batch(self, batch: TokenBatch, loss: Loss, place: int | None = None) -> Figures:
+    def train_batch(
+        self, batch: TokenBatch, loss: Loss, place: int | None = None, *, scores: Tensor | None = None
+    ) -> Figures:
         """One optimizer step, or none for an empty batch, as `TrainingEngine.train_batch`."""
         self._steps = self._steps if place is None else place
         figures = Figures(
@@ -157,8 +159,11 @@ class RankedModel:
             shares = self._processes.deal(batch)
             packed = [rank_wire().pack(Share.of(share.batch, loss, self._steps)) for share in shares]
             answers = self._processes.of_shares("train_batch", self._role, packed)
-            figures = Figures.of_passes([figures, *(Figures(**share) for share, _ in answers)])
+            figures = Figures.of_passes([figures, *(Figures(**answer[0]) for answer in answers)])
             norm = answers[0][1]
+            if scores is not None:
+                for share, (_, _, found) in zip(shares, answers, strict=True):
+                    scores[share.places] = torch.from_numpy(found)
         self._steps += 1
         return Figures.of_passes([figures, Figures(mean={"grad_norm": norm})])
 

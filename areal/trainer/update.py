@@ -15,6 +15,7 @@ Advantages are taken within groups, or against the values of a critic, which the
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 from areal.algorithms.advantages import group_advantages, loss_weights
-from areal.api.messages import GroupResult, Row
+from areal.api.messages import Array, GroupResult, Row, TrainedRow
 from areal.config.training import ActorConfig
 from areal.engine.training.engine import TokenBatch
 from areal.engine.training.figures import Figures
@@ -36,7 +37,17 @@ from areal.utils.logging import getLogger
 SAME_LOGPROB = 1e-4
 """Two computations of one log-prob that differ by less are the same number in float32."""
 
+TokenValues = Sequence[tuple[Tensor, Tensor]]
+"""Numbers of trained tokens, counted through the rows of a batch, and a value for each; part by part."""
+
 logger = getLogger("trainer")
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    figures: dict[str, float]
+    rows: list[TrainedRow]
+    """In the order of `rows_of_groups`: group by group, episode by episode, every row."""
 
 
 class PolicyUpdate:
@@ -69,12 +80,13 @@ class PolicyUpdate:
         self._recompute = actor.recompute_logprob is True or (actor.recompute_logprob == "auto" and not same_arithmetic)
         self._recompute_if_different(seen_difference)
 
-    def step(self, groups: Sequence[GroupResult]) -> dict[str, float]:
-        """Train on a batch of groups; returns the step's figures."""
-        whole = token_batch(rows_of_groups(groups), self._actor, self._critic)
+    def step(self, groups: Sequence[GroupResult]) -> UpdateResult:
+        """Train on a batch of groups; returns the step's figures, and what was computed for every trained token."""
+        rows = rows_of_groups(groups)
+        whole = token_batch(rows, self._actor, self._critic)
         count = self._actor.ppo_n_minibatches
         parts = minibatches(whole, count, f"{self._seed}-{self._engine.version}")
-        trained = []
+        trained, logprobs = [], []
         for number, (part, batch) in enumerate([(part, self._prepare(part)) for part in parts]):
             place = self._engine.version * count + number
             if self._critic is not None:
@@ -82,8 +94,15 @@ class PolicyUpdate:
             # Only the first minibatch is computed with the very weights that sampled the newest tokens.
             newest = (batch.fields["versions"] == self._engine.version) & (number == 0)
             batch.fields["checkable"] = newest & ~batch.fields["unreported"]
-            trained.append(self._train(batch, place))
+            tokens, found = batch.fields.pop("tokens"), torch.full_like(batch.temperatures, torch.nan)
+            trained.append(self._train(batch, place, found))
+            logprobs.append((tokens, batch.fields.get("proximal", found)))
         self._engine.version += 1
+        advantages = [(whole.fields["tokens"], whole.fields["advantages"])]
+        return UpdateResult(self._figures(trained), trained_rows(rows, logprobs, advantages))
+
+    def _figures(self, trained: Sequence[Figures]) -> Figures:
+        """Those of the step from those of its minibatches."""
         figures = Figures.of_minibatches(trained)
         figures["recomputed"] = float(self._recompute)
         if self._critic is not None and self._critic.explained_variance is not None:
@@ -117,8 +136,11 @@ class PolicyUpdate:
             batch.fields["reference"] = self._reference.logprobs(batch)
         return batch
 
-    def _train(self, batch: TokenBatch, place: int) -> Figures:
-        """`place` in the learning-rate schedule goes by version, so a step without signal moves it on too."""
+    def _train(self, batch: TokenBatch, place: int, logprobs: Tensor) -> Figures:
+        """`place` in the learning-rate schedule goes by version, so a step without signal moves it on too.
+
+        `logprobs` [N] takes what the training pass computed.
+        """
         return guarded_update(
             self._engine,
             batch,
@@ -127,6 +149,7 @@ class PolicyUpdate:
             place=place,
             step=self._engine.version + 1,
             directory=self._directory,
+            scores=logprobs,
         )
 
     def _recompute_if_different(self, difference: float) -> None:
@@ -182,6 +205,7 @@ def token_batch(rows: Sequence[TrainRow], actor: ActorConfig, critic: ValueUpdat
     completions = gather("completion_index") + spread([each.first_completion for each in rows])
     peers = spread([each.peers for each in rows])
     fields = {
+        "tokens": torch.arange(len(completions)),
         "completions": completions,
         "behaviour": gather("logprobs"),
         "versions": gather("versions"),
@@ -201,6 +225,19 @@ def token_batch(rows: Sequence[TrainRow], actor: ActorConfig, critic: ValueUpdat
         batch = _select(batch, torch.from_numpy(~truncated))
     batch.fields["weights"] = loss_weights(batch.fields.pop("completions"), actor.loss_norm)
     return batch
+
+
+def trained_rows(rows: Sequence[TrainRow], logprobs: TokenValues, advantages: TokenValues) -> list[TrainedRow]:
+    """What was computed for the tokens of each row; NaN where nothing was."""
+    ends = np.cumsum([0, *(np.count_nonzero(each.row.loss_mask) for each in rows)]).tolist()
+
+    def by_row(computed: TokenValues) -> list[Array]:
+        whole = np.full(ends[-1], np.nan, np.float32)
+        for tokens, values in computed:
+            whole[tokens.numpy()] = values.numpy()
+        return [whole[begin:end] for begin, end in pairwise(ends)]
+
+    return [TrainedRow(*each) for each in zip(by_row(advantages), by_row(logprobs), strict=True)]
 
 
 def minibatches(batch: TokenBatch, count: int, seed: str) -> list[TokenBatch]:

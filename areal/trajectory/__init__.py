@@ -7,9 +7,9 @@ reads what the engine sampled with the `parsers` of the model, and the tree reco
 Refuses to know where tokens come from (the engine) and how a client spells a request (the proxy's dialects).
 """
 
-from areal.trajectory.export import export, transcript
+from areal.trajectory.export import export, nodes_of, transcript
 from areal.trajectory.rendering import Renderer
 from areal.trajectory.rewards import assign_reward, returns
 from areal.trajectory.tree import Tree
 
-__all__ = ["Renderer", "Tree", "assign_reward", "export", "returns", "transcript"]
+__all__ = ["Renderer", "Tree", "assign_reward", "export", "nodes_of", "returns", "transcript"]

@@ -1,4 +1,4 @@
-"""A tree as training rows, and as a person reads it.
+"""A tree as training rows, and as a person reads it: node by node, or the longest conversation.
 
 Both styles of rows hold the same sampled tokens, each exactly once in a loss mask.
 """
@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from areal.api.messages import Array, Row
+from areal.api.messages import Array, Node, Row
 from areal.trajectory.message import Message, readable
 from areal.trajectory.rewards import returns
 from areal.trajectory.tree import Completion, Tree
@@ -38,6 +38,33 @@ def row_ends(tree: Tree, style: ExportStyle) -> list[Completion]:
     raise ValueError(f"export style must be individual or concat, got {style!r}")
 
 
+def nodes_of(tree: Tree) -> list[Node]:
+    """The tree as others read it, without tokens, which the rows have. Times are the tree's.
+
+    Nothing is copied but messages with images: answers to one request share theirs.
+    """
+    offered: dict[int, list[str]] = {}
+    nodes = []
+    for each in tree.completions:
+        tools = each.tools or ()
+        if id(tools) not in offered:
+            offered[id(tools)] = [tool["function"]["name"] for tool in tools]
+        nodes.append(
+            Node(
+                parent=each.parent,
+                extends=each.extends,
+                messages=_readable(each.messages),
+                message=each.message,
+                reward=each.reward,
+                finish=each.finish_reason,
+                tools=offered[id(tools)],
+                asked=each.asked_at,
+                answered=each.answered_at,
+            )
+        )
+    return nodes
+
+
 def transcript(tree: Tree) -> list[Message]:
     """The longest conversation, of equally long ones the latest.
 
@@ -53,6 +80,13 @@ def transcript(tree: Tree) -> list[Message]:
     for node in tree.path(leaf):
         messages += [readable(message) for message in node.messages]
         messages.append(dict(node.message) if node.reward is None else {**node.message, "reward": node.reward})
+    return messages
+
+
+def _readable(messages: list[Message]) -> list[Message]:
+    """The very list if there is nothing to describe in it."""
+    if any(isinstance(message["content"], list) for message in messages):
+        return [readable(message) for message in messages]
     return messages
 
 

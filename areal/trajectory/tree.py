@@ -80,6 +80,13 @@ class Completion:
     def truncated(self) -> bool:
         return self.stop_reason != "stop"
 
+    @property
+    def finish_reason(self) -> str:
+        """Why it ended, as Chat Completions says it."""
+        if self.truncated:
+            return "length"
+        return "tool_calls" if self.message.get("tool_calls") else "stop"
+
 
 @dataclass(slots=True)
 class Draft:

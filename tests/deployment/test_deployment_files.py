@@ -18,7 +18,7 @@ from areal.api.cli_args import GRPOConfig, load_expr_config
 from areal.engine.model.shape import read_shape
 from areal.engine.sizing import GIB, HostMemory, plan
 from areal.infra.scheduler.local import FreeResources, LocalLauncher
-from areal.infra.scheduler.slurm import Node, allocation_options, pack
+from areal.infra.scheduler.slurm import SlurmNode, allocation_options, pack
 from areal.rollout.loading import WorkflowSpec, check
 from areal.trainer.exporter import METRICS
 from areal.trainer.fleet import all_asks
@@ -160,7 +160,7 @@ async def test_one_machine_has_its_eight_gpus_filled() -> None:
 def test_four_slurm_nodes_have_their_gpus_filled() -> None:
     config = load("slurm.yaml")
     asks = all_asks(config)
-    nodes = [Node(f"node{number}", 64, 8, None) for number in range(config.scheduler.nodes)]
+    nodes = [SlurmNode(f"node{number}", 64, 8, None) for number in range(config.scheduler.nodes)]
     places, free = pack(asks, nodes)
     assert len(places) == len(asks)
     assert [node.gpus for node in free] == [0, 0, 0, 0]

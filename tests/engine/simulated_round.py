@@ -124,9 +124,11 @@ async def round_of(model: Path, with_images: bool) -> dict[str, Any]:
     figures["sampled"] = largest(sampled(answers), judge.logprobs(trained))
     figures["recomputed"] = largest(trainer.logprobs(trained), judge.logprobs(trained))
     crossings.clear()
-    figures["step"] = dict(trainer.train_batch(trained, loss))
+    scores = torch.empty(len(trained.temperatures))
+    figures["step"] = dict(trainer.train_batch(trained, loss, scores=scores))
     figures["passes"] = len(list(trainer.model.passes(trained.spans, trainer.max_tokens_per_mb)))
     figures["to_the_host_per_step"] = crossings["to the host"]
+    figures["trained"] = largest(scores, judge.logprobs(trained))
     figures["step_on_cpu"] = dict(judge.train_batch(trained, loss))
 
     trainer.version = 1
@@ -176,7 +178,7 @@ def policy_updates(model: Path, asked: Sequence[ModelRequest], answers: Sequence
     groups = [GroupResult(number, list(pair), [], {}) for number, pair in enumerate(pairs)]
     actor = ActorConfig(kl_ctl=0.1, use_decoupled_loss=True, ppo_n_minibatches=2)
     return [
-        PolicyUpdate(open_trainer(model, device), actor, open_trainer(model, device), seed=1).step(groups)
+        PolicyUpdate(open_trainer(model, device), actor, open_trainer(model, device), seed=1).step(groups).figures
         for device in ("sim", "cpu")
     ]
 

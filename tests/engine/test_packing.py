@@ -3,13 +3,12 @@
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plain_forward import plain_logprobs
 from tiny_models import training_engine
-from torch import Tensor
 
-from areal.engine.training.engine import TokenBatch, TrainingEngine
+from areal.engine.training.engine import TokenBatch
 from areal.engine.training.packing import Span, pack
 
 pytestmark = pytest.mark.slow
@@ -30,27 +29,13 @@ def span_lists(draw: st.DrawFn) -> list[Span]:
     return spans
 
 
-def alone(engine: TrainingEngine, span: Span, temperature: float) -> Tensor:
-    """Log-probs of the asked tokens, from a plain causal pass over the whole sequence."""
-
-    def causal(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        heads_first = (x.transpose(0, 1) for x in (q, k, v))
-        return F.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True).transpose(0, 1)
-
-    ids = torch.from_numpy(span.ids)
-    with torch.no_grad():
-        hidden = engine.decoder.hidden(ids, torch.arange(len(ids)), causal)
-        logprobs = (engine.decoder.logits(hidden) / temperature).log_softmax(1)
-    return logprobs[span.asked - 1, ids[span.asked]]
-
-
 @settings(max_examples=60, deadline=None)
 @given(spans=span_lists(), budget=st.integers(1, 80), temperature=st.sampled_from([0.5, 1.0, 2.0]))
 def test_packed_logprobs_are_those_of_each_sequence_alone(spans: list[Span], budget: int, temperature: float) -> None:
     total = sum(len(span.asked) for span in spans)
     ENGINE.max_tokens_per_mb = budget
     packed = ENGINE.logprobs(TokenBatch(spans, torch.full((total,), temperature)))
-    single = torch.cat([alone(ENGINE, span, temperature) for span in spans])
+    single = torch.cat([plain_logprobs(ENGINE, span, temperature) for span in spans])
     torch.testing.assert_close(packed, single, atol=1e-5, rtol=0)
 
 

@@ -57,6 +57,18 @@ def test_the_gradient_does_not_depend_on_how_the_batch_is_cut(max_tokens_per_mb:
     assert figures["forward_tokens"] <= cut_figures["forward_tokens"]
 
 
+@pytest.mark.parametrize("max_tokens_per_mb", [23, 16384])
+def test_scores_are_those_of_the_weights_before_the_step(max_tokens_per_mb: int) -> None:
+    engine, task = training_engine(max_tokens_per_mb=max_tokens_per_mb), batch()
+    before, scores = engine.logprobs(task), torch.empty(len(task.temperatures))
+    engine.train_batch(task, policy_gradient, scores=scores)
+    torch.testing.assert_close(scores, before, atol=1e-5, rtol=0)
+    assert not torch.allclose(engine.logprobs(task), before, atol=1e-3)
+    with pytest.raises(NonFiniteUpdate):
+        engine.train_batch(task, infinite_loss, scores=scores)
+    torch.testing.assert_close(scores, before, atol=1e-5, rtol=0)
+
+
 def test_layers_that_are_computed_again_have_the_same_gradient() -> None:
     whole, _ = gradient()
     engine = TrainingEngine(

@@ -115,7 +115,7 @@ class Comparison:
     def _train(self, step: int) -> float:
         """The loss of all ranks."""
         share = deal(family_batch(step), self._ranks.data)[self._rank // self._ranks.tensor]
-        figures, _ = self._learner.train_batch(share.batch, mean_nll, step)
+        figures, _, _ = self._learner.train_batch(share.batch, mean_nll, step)
         loss = torch.tensor(figures["loss"], dtype=torch.float64)
         dist.all_reduce(loss)
         return float(loss) / self._ranks.tensor

@@ -58,6 +58,32 @@ async def test_dict_rewards_completions_by_id(play):
     assert set(whole.completion_index[whole.loss_mask].tolist()) == {0, 1}
 
 
+async def test_tree_of_an_episode_has_its_branches_choices_and_no_retries(play):
+    async def agent(data, **kwargs):
+        first = await chat(kwargs, data["messages"], n=2)
+        again = await chat(kwargs, data["messages"], n=2, extra_headers={"x-stainless-retry-count": "1"})
+        assert again.id == first.id
+        messages = [*data["messages"], first.choices[0].message.model_dump(), {"role": "user", "content": "hello"}]
+        await chat(kwargs, messages)
+        await chat(kwargs, messages, max_tokens=1)
+        return {first.id: 0.25}
+
+    episode = await play(agent)
+    nodes = episode.nodes
+    # Both choices are the same tokens, so either may be the one that was continued.
+    assert [node.parent for node in nodes[:2]] == [None, None]
+    assert nodes[2].parent == nodes[3].parent in {0, 1}
+    assert [node.extends for node in nodes] == [False, False, True, True]
+    said = [[message["content"] for message in node.messages] for node in nodes]
+    assert said == [["Sort 5291"], ["Sort 5291"], ["hello"], ["hello"]]
+    assert nodes[0].messages is nodes[1].messages
+    assert [node.reward for node in nodes] == [0.25, None, None, None]
+    assert [node.finish for node in nodes] == ["stop", "stop", "stop", "length"]
+    assert [(node.asked, node.answered) for node in nodes] == [turn[:2] for turn in episode.turns]
+    assert all(0 <= node.asked <= node.answered <= episode.seconds for node in nodes)
+    assert {int(row.completion_index.max()) for row in episode.rows} == {0, 1, 2, 3}
+
+
 @pytest.mark.parametrize(
     ("reward", "text"),
     [

@@ -81,6 +81,7 @@ async def test_session_of_an_outside_agent_becomes_an_episode(begin, outsider, p
     assert isinstance(outcome, Episode)
     assert (outcome.reward, outcome.calls, len(outcome.rows)) == (1.0, 2, 2)
     assert outcome.rows[0].returns.max() == 0.5
+    assert [(node.parent, node.reward) for node in outcome.nodes] == [(None, None), (0, 1.0)]
     assert digests == {0: "fake-0"}
     assert len(proxy) == len(proxy.online) == 0
 

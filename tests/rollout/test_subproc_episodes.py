@@ -52,6 +52,7 @@ async def test_context_and_statistics_travel_both_ways(make_runner):
     runner = make_runner(crashing_agents.Telling)
     trained, evaluated = await play(runner), await play(runner, is_eval=True)
     assert (trained.reward, trained.calls, trained.messages[-1]["content"]) == (1.0, 1, "1259")
+    assert [node.message["content"] for node in trained.nodes] == ["1259"]
     assert trained.stats["rollout/task_id"] == 7
     assert trained.stats["rollout/tries"] == 2.0
     assert "eval-rollout/tries" in evaluated.stats

@@ -243,6 +243,18 @@ async def test_interactions_of_the_direct_client_become_rows(play_workflow, toke
     assert returns == {0.5, 1.0}
     assert {int(value) for row in episode.rows for value in row.versions[row.loss_mask]} == {3}
     assert (len(episode.messages), episode.messages[-1]["reward"]) == (4, 1.0)
+    assert [(node.parent, node.reward) for node in episode.nodes] == [(None, 0.0), (0, 1.0)]
+    assert all(0 <= node.asked <= node.answered <= episode.seconds for node in episode.nodes)
+
+
+async def test_interactions_of_several_clients_have_no_tree_in_common(play_workflow, tokenizer):
+    class Two:
+        async def arun_episode(self, engine, data):
+            one, other = Conversing(tokenizer), Conversing(tokenizer)
+            return await one.arun_episode(engine, data) | await other.arun_episode(engine, data)
+
+    episode = await play_workflow(Two())
+    assert (len(episode.rows), episode.nodes) == (4, [])
 
 
 @pytest.mark.slow

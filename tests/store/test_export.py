@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from areal.api.errors import RejectReason
-from areal.api.messages import Episode, Rejection, Row
+from areal.api.messages import Episode, Rejection, Row, TrainedRow
 from areal.cli import main as command
-from areal.store.writer import StepRecord, StoreWriter, TrainedRow
+from areal.store.writer import StepRecord, StoreWriter
 from areal.trainer.logs import RolloutLog
 from tests.store.test_store import episode, group, row, step_of
 

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from areal.api.errors import RejectReason
-from areal.api.messages import Episode, GroupResult, Rejection, Row
+from areal.api.messages import Episode, GroupResult, Node, Rejection, Row, TrainedRow
 from areal.store.reader import StoreReader
 from areal.store.schema import MIGRATIONS, STORE_FILE, StoreError
-from areal.store.writer import StepRecord, StoreWriter, TrainedRow
+from areal.store.writer import StepRecord, StoreWriter
 
 NO_FIGURES: dict[str, float | None] = {}
 
@@ -161,6 +161,19 @@ def test_forgotten_tokens_leave_conversations(tmp_path: Path) -> None:
         assert reader.batch(1) is None
         assert reader.batch(2) is not None
         assert reader.episode(1).messages == episode().messages
+
+
+def test_the_tree_of_an_episode_comes_back(tmp_path: Path) -> None:
+    ask, answer = {"role": "user", "content": "Sort 21"}, {"role": "assistant", "content": "12"}
+    nodes = [
+        Node(None, False, [ask], answer, None, "stop", ["add"], 0.1, 0.2),
+        Node(0, True, [ask], answer, 1.0, "length", [], 0.3, 0.4),
+    ]
+    with StoreWriter(tmp_path) as store:
+        store.ready(group(0, dataclasses.replace(episode(), nodes=nodes)))
+        store.step(step_of(1, 0))
+    with StoreReader(tmp_path) as reader:
+        assert reader.episode(1).nodes == nodes
 
 
 def test_what_the_trainer_computed_comes_back(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from areal.api.io_struct import ModelResponse
 from areal.api.messages import Episode, GroupResult, Row
 from areal.config.experiment import PPOConfig
 from areal.config.rollout import GenerationHyperparameters
@@ -18,6 +19,8 @@ from areal.engine.model.decoder import initialise
 from areal.engine.training.engine import TrainingEngine
 from areal.trainer.run_directory import RunDirectory
 from areal.trainer.update import PolicyUpdate
+from areal.trajectory import Renderer, Tree, assign_reward, export
+from areal.trajectory.answer import read_answer
 
 VOCABULARY = 272
 PROMPT = 5
@@ -76,6 +79,34 @@ def make_group(task_id: int, rewards: Sequence[float], *, seed: int = 0, reporte
 def make_batch(seed: int = 0, groups: int = 4) -> list[GroupResult]:
     draw = np.random.default_rng(seed)
     return [make_group(number, draw.integers(0, 2, 4).tolist(), seed=seed) for number in range(groups)]
+
+
+def branching_tree() -> Tree:
+    """Two tries, the second with two answers: three turns on two paths."""
+    tokenizer = byte_tokenizer()
+    tree = Tree(Renderer(tokenizer))
+
+    def say(messages: list[dict[str, str]], answer: str) -> None:
+        prompt = tree.prompt(messages)
+        output = [*tree.renderer.encode(answer), tokenizer.eos_token_id]
+        count = len(tree.completions)
+        response = ModelResponse(prompt.ids, output, [-5.0 - count / 7] * len(output), [0] * len(output), "stop")
+        read = read_answer(tree.renderer, response, completion_id="", stop_ids=[tokenizer.eos_token_id])
+        tree.add(prompt, response, read, completion_id=f"id-{count}", temperature=1.0)
+
+    ask = [{"role": "user", "content": "Sort 21"}]
+    again = [*ask, {"role": "assistant", "content": "21"}, {"role": "user", "content": "Wrong"}]
+    say(ask, "21")
+    say(again, "12")
+    say(again, "11 or so")
+    assign_reward(tree, {"id-1": 1.0, "id-2": -0.5}, "agent")
+    return tree
+
+
+def group_of(tree: Tree, style: str) -> GroupResult:
+    rows = export(tree, style, turn_discount=0.9)  # type: ignore[arg-type]
+    other = make_group(0, [0.0, 1.0]).episodes
+    return GroupResult(0, [Episode(rows, tree.reward), *other], [], {})
 
 
 def make_conversation(*messages: dict[str, Any], reward: float = 1.0) -> Episode:

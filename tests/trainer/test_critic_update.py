@@ -55,9 +55,11 @@ class WatchedCritic:
     def values(self, batch: TokenBatch) -> Tensor:
         return self.engine.values(batch)
 
-    def train_batch(self, batch: TokenBatch, loss: Loss, place: int | None = None) -> Figures:
+    def train_batch(
+        self, batch: TokenBatch, loss: Loss, place: int | None = None, *, scores: Tensor | None = None
+    ) -> Figures:
         self.batches.append(batch)
-        return self.engine.train_batch(batch, loss, place)
+        return self.engine.train_batch(batch, loss, place, scores=scores)
 
     def begin_checkpoint(self, directory: Path) -> Callable[[], None] | None:
         raise NotImplementedError
@@ -119,7 +121,7 @@ def test_critic_learns_from_what_teaches_the_policy_nothing() -> None:
         critic.engine.decoder.parameters["value_head"].zero_()
     groups = [make_group(0, [0, 0]), make_group(1, [1, 0])]
     engine = make_engine()
-    figures = make_update(engine, critic).step(groups)
+    figures = make_update(engine, critic).step(groups).figures
     (batch,) = critic.batches
     assert len(batch.spans) == 4
     assert figures["trained_tokens"] == len(groups[1].episodes[0].rows[0].loss_mask) - 5
@@ -131,23 +133,26 @@ def test_only_the_critic_learns_during_its_warmup() -> None:
     policy = engine.flat.clone()
     for step in range(3):
         values = critic.flat.clone()
-        figures = update.step(make_batch(seed=step))
+        result = update.step(make_batch(seed=step))
+        figures = result.figures
         assert not torch.equal(critic.flat, values)
         assert torch.equal(engine.flat, policy) == (step < 2)
         assert (figures["grad_norm"] > 0) == (step == 2)
+        assert all(np.isfinite(row.advantages).all() for row in result.rows)
+        assert any(np.isfinite(row.logprobs).any() for row in result.rows) == (step == 2)
     assert engine.version == 3
 
 
 def test_figures_tell_what_the_critic_knows() -> None:
     """The same batch again and again: it ends with knowing which completion gets what."""
     update = make_update(make_engine(), make_critic(lr=3e-3, warmup_steps=0), CriticConfig(eps_clip=0.5))
-    seen = [update.step(make_batch()) for _ in range(60)]
+    seen = [update.step(make_batch()).figures for _ in range(60)]
     assert seen[0]["critic/explained_variance"] < 0.1
     assert seen[-1]["critic/explained_variance"] > 0.8
     assert seen[-1]["critic/loss"] < 0.2 * seen[0]["critic/loss"]
     assert seen[0]["critic/clip_ratio"] == 0  # before the step, no value has moved
     assert {"critic/grad_norm", "critic/lr", "critic/forward_tokens", "critic/skipped_updates"} < seen[0].keys()
-    equal = make_update(make_engine(), make_critic()).step([make_group(0, [1, 1])])
+    equal = make_update(make_engine(), make_critic()).step([make_group(0, [1, 1])]).figures
     assert "critic/explained_variance" not in equal
 
 
@@ -165,7 +170,7 @@ def test_critics_update_that_is_not_finite_stops_before_the_policy_changes(tmp_p
         assert np.isnan(saved["targets"]).any()
     assert torch.equal(engine.flat, weights)
     assert torch.equal(critic.flat, values)
-    figures = make_update(engine, critic, on_nonfinite="skip").step(groups)
+    figures = make_update(engine, critic, on_nonfinite="skip").step(groups).figures
     assert figures["critic/skipped_updates"] == 1
     assert torch.equal(critic.flat, values)
 

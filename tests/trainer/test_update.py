@@ -6,18 +6,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from small_runs import byte_tokenizer, gradient_of, make_batch, make_config, make_engine, make_group
+from small_runs import branching_tree, gradient_of, group_of, make_batch, make_config, make_engine, make_group
 
 from areal.api.errors import NonFiniteUpdate
-from areal.api.io_struct import ModelResponse
 from areal.api.messages import Episode, GroupResult
 from areal.config.rollout import RolloutConfig
 from areal.config.training import ActorConfig, OptimizerConfig
 from areal.engine.training.engine import TokenBatch, TrainingEngine, learning_rate
 from areal.trainer.learners import policy_update
 from areal.trainer.update import PolicyUpdate, minibatches, rows_of_groups, token_batch, without_zero_advantages
-from areal.trajectory import Renderer, Tree, assign_reward, export
-from areal.trajectory.answer import read_answer
 from areal.trajectory.tensors import rows_of
 
 pytestmark = pytest.mark.slow
@@ -127,34 +124,6 @@ def test_groups_without_a_difference_are_left_out_and_the_gradient_stays() -> No
     torch.testing.assert_close(gradient_of([useful, useless]), gradient_of([useful, nearly]), atol=1e-6, rtol=0)
 
 
-def branching_tree() -> Tree:
-    """Two tries, the second with two answers: three turns on two paths."""
-    tokenizer = byte_tokenizer()
-    tree = Tree(Renderer(tokenizer))
-
-    def say(messages: list[dict[str, str]], answer: str) -> None:
-        prompt = tree.prompt(messages)
-        output = [*tree.renderer.encode(answer), tokenizer.eos_token_id]
-        count = len(tree.completions)
-        response = ModelResponse(prompt.ids, output, [-5.0 - count / 7] * len(output), [0] * len(output), "stop")
-        read = read_answer(tree.renderer, response, completion_id="", stop_ids=[tokenizer.eos_token_id])
-        tree.add(prompt, response, read, completion_id=f"id-{count}", temperature=1.0)
-
-    ask = [{"role": "user", "content": "Sort 21"}]
-    again = [*ask, {"role": "assistant", "content": "21"}, {"role": "user", "content": "Wrong"}]
-    say(ask, "21")
-    say(again, "12")
-    say(again, "11 or so")
-    assign_reward(tree, {"id-1": 1.0, "id-2": -0.5}, "agent")
-    return tree
-
-
-def group_of(tree: Tree, style: str) -> GroupResult:
-    rows = export(tree, style, turn_discount=0.9)  # type: ignore[arg-type]
-    other = make_group(0, [0.0, 1.0]).episodes
-    return GroupResult(0, [Episode(rows, tree.reward), *other], [], {})
-
-
 @pytest.mark.parametrize("loss_norm", ["token", "completion"])
 @pytest.mark.parametrize("adv_norm", ["none", "group", "batch"])
 def test_individual_and_concat_rows_of_a_tree_give_one_gradient(loss_norm: str, adv_norm: str) -> None:
@@ -181,7 +150,7 @@ def test_rows_are_numbered_by_completion_through_the_batch() -> None:
 
 
 def update(groups: list[GroupResult], engine: TrainingEngine, **settings: object) -> dict[str, float]:
-    return PolicyUpdate(engine, ActorConfig(**settings), None, seed=1).step(groups)  # type: ignore[arg-type]
+    return PolicyUpdate(engine, ActorConfig(**settings), None, seed=1).step(groups).figures  # type: ignore[arg-type]
 
 
 def on_policy(groups: list[GroupResult]) -> list[GroupResult]:
@@ -254,12 +223,12 @@ def test_decoupled_loss_weighs_by_the_behaviour_ratio_and_drops_what_exceeds_the
 def test_kl_is_nothing_against_itself_and_pulls_back_towards_another_model() -> None:
     settings = ActorConfig(kl_ctl=1.0)
     useless = [make_group(0, [1, 1, 1])]  # no advantage: only the penalty moves anything
-    itself = PolicyUpdate(make_engine(gradient_clipping=0), settings, make_engine(), seed=1).step(useless)
+    itself = PolicyUpdate(make_engine(gradient_clipping=0), settings, make_engine(), seed=1).step(useless).figures
     assert itself["kl"] == pytest.approx(0, abs=1e-6)
     assert itself["grad_norm"] == pytest.approx(0, abs=1e-5)
     engine = make_engine(gradient_clipping=0, warmup_steps=0, lr=1e-3)
     away = PolicyUpdate(engine, settings, make_engine(seed=2), seed=1)
-    penalties = [away.step(useless)["kl"] for _ in range(5)]
+    penalties = [away.step(useless).figures["kl"] for _ in range(5)]
     assert penalties[0] > 0.1
     assert penalties == sorted(penalties, reverse=True)
 
@@ -325,7 +294,7 @@ def test_auto_trusts_the_sampler_until_its_numbers_are_seen_to_differ() -> None:
         first = on_policy(make_batch())
         for each in rows_of_groups(first):
             each.row.logprobs[each.row.loss_mask] += np.float32(shift)
-        assert auto.step(first)["mean_logprob_difference"] == pytest.approx(shift, abs=1e-5)
+        assert auto.step(first).figures["mean_logprob_difference"] == pytest.approx(shift, abs=1e-5)
         auto.step(make_batch())
         return engine.flat_grad.clone()
 
@@ -438,12 +407,12 @@ def test_skipped_update_leaves_weights_and_optimizer_alone_and_is_counted(tmp_pa
     engine = make_engine()
     weights, moments = engine.flat.clone(), engine.moments()
     update_ = PolicyUpdate(engine, ActorConfig(on_nonfinite="skip"), None, seed=1, directory=tmp_path)
-    figures = update_.step(spoilt_batch())
+    figures = update_.step(spoilt_batch()).figures
     assert (figures["skipped_updates"], engine.version) == (1, 1)
     assert all(np.isfinite(value) for value in figures.values())
     assert torch.equal(engine.flat, weights)
     torch.testing.assert_close(vars(engine.moments()), vars(moments), atol=0, rtol=0)
-    assert update_.step(make_batch())["skipped_updates"] == 0
+    assert update_.step(make_batch()).figures["skipped_updates"] == 0
     assert not torch.equal(engine.flat, weights)
 
 

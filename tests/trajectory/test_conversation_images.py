@@ -9,7 +9,7 @@ from scripted_talk import Talk
 from tiny_processor import PARTS_ONLY_TEMPLATE, TOKENS_PER_IMAGE, png, save_processor
 
 from areal.api.errors import ModelError, RequestError
-from areal.trajectory import Renderer, Tree, export, transcript
+from areal.trajectory import Renderer, Tree, export, nodes_of, transcript
 from areal.trajectory.message import Image, content_of
 from areal.utils.hf_utils import load_hf_processor, load_hf_tokenizer
 from areal.utils.images import decode_image
@@ -99,9 +99,12 @@ def test_neighbouring_texts_are_the_same_as_one(chat: Talk) -> None:
     assert chat.tree.prompt([user("What is this: ", RED), said.message, user("Sure?")]).extends
 
 
-def test_transcript_names_images(chat: Talk) -> None:
+def test_transcript_and_nodes_name_images(chat: Talk) -> None:
     chat.say([user("What is ", RED, "?")], "a circle")
-    assert transcript(chat.tree)[0] == {"role": "user", "content": "What is [image 40x32 png]?"}
+    described = {"role": "user", "content": "What is [image 40x32 png]?"}
+    assert transcript(chat.tree)[0] == described
+    (node,) = nodes_of(chat.tree)
+    assert node.messages == [described]
 
 
 @pytest.mark.parametrize("said", [["<image>"], ["What is <image> and ", RED]])

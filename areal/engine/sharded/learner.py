@@ -57,13 +57,16 @@ class RankLearner:
         model.reshard()
         return to_host(out)[0]
 
-    def train_batch(self, batch: TokenBatch, loss: Loss, place: int) -> tuple[Figures, float]:
-        """One optimizer step of all ranks; the figures of the rank's share, and the norm of the whole gradient.
+    def train_batch(self, batch: TokenBatch, loss: Loss, place: int) -> tuple[Figures, float, Tensor]:
+        """One optimizer step of all ranks.
 
+        Returns the figures of the rank's share, the norm of the whole gradient, and the scores that its forward passes
+        gave every trained token of the share, on the host.
         Raises NonFiniteUpdate on every rank, with nothing changed, if the loss or the gradient of any is not finite.
         """
         self.optimizer.zero_grad()
         batch = batch.on(self.model.device)
+        found = torch.empty(len(batch.temperatures), device=self.model.device)
         parts = [Figures(mean={"loss": 0.0}, total={"forward_tokens": 0})]
         for part, real in self._passes(batch, self.model):
             scores = self.model.scores(part, self._temperatures(part, batch, real))
@@ -72,6 +75,7 @@ class RankLearner:
                 continue
             value, figures = loss(scores, {name: values[part.order] for name, values in batch.fields.items()})
             self._backward(value)
+            found[part.order] = scores.detach()
             parts += [figures, Figures(mean={"loss": value.detach()}, total={"forward_tokens": part.tokens})]
         share = Figures.of_passes(parts)
         norm = self._gradient_norm()
@@ -82,7 +86,7 @@ class RankLearner:
                 "the weights were not changed"
             )
         self._step(learning_rate(self._config, place, self._total_steps), norm)
-        return share, norm
+        return share, norm, to_host(found)[0]
 
     def _backward(self, loss: Tensor) -> None:
         """Add the gradient of a pass to that of the passes before it."""

@@ -142,11 +142,11 @@ class Rank:
             return self._learners["actor"].scores(share.batch(), self._reference).numpy()
         return self._learners[role].scores(share.batch()).numpy()
 
-    def train_batch(self, role: Role, packed: bytes) -> tuple[dict[str, dict[str, float]], float]:
+    def train_batch(self, role: Role, packed: bytes) -> tuple[dict[str, dict[str, float]], float, Any]:
         share: Share = rank_wire().unpack(packed)
         assert share.loss is not None, "a batch that is trained has a loss"
-        figures, norm = self._learners[role].train_batch(share.batch(), share.loss, share.place)
-        return figures.by_kind(), norm
+        figures, norm, scores = self._learners[role].train_batch(share.batch(), share.loss, share.place)
+        return figures.by_kind(), norm, scores.numpy()
 
     def publish(self, version: int, dtype: str) -> WeightUpdate:
         """Write this rank's files of the weights, in `dtype`; engines of other hosts fetch them from here."""

@@ -187,21 +187,27 @@ class TrainingEngine(ScoringEngine):
         self.shared_dir: Path | None = None
         """Where the weights are published; None = a directory of its own, made by the first `publish`."""
 
-    def train_batch(self, batch: TokenBatch, loss: Loss, place: int | None = None) -> Figures:
+    def train_batch(
+        self, batch: TokenBatch, loss: Loss, place: int | None = None, *, scores: Tensor | None = None
+    ) -> Figures:
         """One optimizer step, or none for an empty batch; returns the loss's figures and the step's own.
 
         `place` is the step's place in the learning-rate schedule, from 0; None = the one after the last, empty batches
-        counted. Raises NonFiniteUpdate, with weights and optimizer as they were, if loss or gradient are not finite.
+        counted. `scores` [N], on the host, takes those of the forward passes, which are of the weights before the step.
+        Raises NonFiniteUpdate, with weights, optimizer and `scores` as they were, if loss or gradient are not finite.
         """
         self._steps = self._steps if place is None else place
         rate = learning_rate(self._config, self._steps, self.total_steps)
         parts = [Figures(mean={"loss": 0.0, "lr": rate}, total={"forward_tokens": 0})]
         self.flat_grad.zero_()
         batch = batch.on(self.device)
+        found = self.flat.new_empty(len(batch.temperatures))
         for part in self._passes(batch) if batch.spans else ():
             fields = {name: values[part.order] for name, values in batch.fields.items()}
-            value, figures = loss(self._scores(part, batch), fields)
+            computed = self._scores(part, batch)
+            value, figures = loss(computed, fields)
             value.backward()
+            found[part.order] = computed.detach()
             parts += [figures, Figures(mean={"loss": value.detach()}, total={"forward_tokens": part.tokens})]
         whole = Figures.of_passes(parts)
         norm = math.sqrt(sum_of_squares(self.flat_grad))
@@ -212,6 +218,8 @@ class TrainingEngine(ScoringEngine):
             )
         if batch.spans:
             self._step(rate, norm)
+        if scores is not None:
+            scores.copy_(to_host(found)[0])
         self._steps += 1
         return Figures.of_passes([whole, Figures(mean={"grad_norm": norm})])
 

@@ -21,11 +21,14 @@ class LogProbs(Protocol):
 
 
 class Trained(Protocol):
-    def train_batch(self, batch: TokenBatch, loss: Loss, place: int | None = None) -> Figures:
+    def train_batch(
+        self, batch: TokenBatch, loss: Loss, place: int | None = None, *, scores: Tensor | None = None
+    ) -> Figures:
         """One optimizer step, or none for an empty batch; returns the loss's figures and the step's own.
 
-        `place` is the step's place in the learning-rate schedule, from 0; None = the one after the last. Raises
-        NonFiniteUpdate, with weights and optimizer as they were, if loss or gradient are not finite.
+        `place` is the step's place in the learning-rate schedule, from 0; None = the one after the last. `scores` [N],
+        on the host, takes those of the forward passes, which are of the weights before the step. Raises
+        NonFiniteUpdate, with weights, optimizer and `scores` as they were, if loss or gradient are not finite.
         """
         ...
 

@@ -3,7 +3,7 @@
 from areal.api.engine_api import EngineHealth, WeightShard, WeightUpdate
 from areal.api.errors import RejectReason
 from areal.api.io_struct import Grammar, ModelRequest, ModelResponse, TokenChunk
-from areal.api.messages import EngineAddress, Episode, GroupResult, GroupTask, Rejection, Row, Stall
+from areal.api.messages import EngineAddress, Episode, GroupResult, GroupTask, Node, Rejection, Row, Stall
 from areal.config.rollout import GenerationHyperparameters
 from areal.utils.wire import Wire
 
@@ -19,6 +19,7 @@ MESSAGE_TYPES = (
     GroupTask,
     ModelRequest,
     ModelResponse,
+    Node,
     RejectReason,
     Rejection,
     Row,

@@ -30,7 +30,7 @@ TAIL_CHARACTERS = 400
 
 
 @dataclass(frozen=True)
-class Node:
+class SlurmNode:
     """What an allocation has on one of its nodes, or what of it is still free."""
 
     name: str
@@ -39,10 +39,10 @@ class Node:
     memory_mib: int | None
     """None = Slurm does not count memory."""
 
-    def without(self, ask: Ask) -> "Node | None":
+    def without(self, ask: Ask) -> "SlurmNode | None":
         """What is left if `ask` goes here; None = it does not fit."""
         memory = None if self.memory_mib is None else self.memory_mib - ask.memory_mib
-        left = Node(self.name, self.cpus - ask.cpus, self.gpus - (ask.gpus or 0), memory)
+        left = SlurmNode(self.name, self.cpus - ask.cpus, self.gpus - (ask.gpus or 0), memory)
         return left if min(left.cpus, left.gpus, memory or 0) >= 0 else None
 
     def __str__(self) -> str:
@@ -58,8 +58,8 @@ class SlurmLauncher:
         self._job = os.environ.get(JOB_VARIABLE, "")
         self._holder: asyncio.subprocess.Process | None = None
         """Holds an allocation that was made here; the end of its input gives it back."""
-        self._free: list[Node] = []
-        self._placed: dict[str, tuple[Node, Ask]] = {}
+        self._free: list[SlurmNode] = []
+        self._placed: dict[str, tuple[SlurmNode, Ask]] = {}
         self._numbers = itertools.count()
         self._host = ""
 
@@ -142,14 +142,14 @@ class SlurmLauncher:
             f"Slurm gave no place for {asked} on {self._count} node(s): {why}; free are\n{await _free_nodes()}"
         )
 
-    async def _nodes(self) -> list[Node]:
+    async def _nodes(self) -> list[SlurmNode]:
         """What the allocation has on each of its nodes."""
         shown = await _slurm("scontrol", "--detail", "--oneliner", "show", "job", self._job)
         found = re.findall(r"Nodes=(\S+) CPU_IDs=(\S+) Mem=(\d+) GRES=(\S*)", shown)
         nodes = []
         for names, cpus, memory, generic in found:
             gpus = sum(map(int, re.findall(r"gpu(?::[\w.-]+)?:(\d+)", generic)))
-            share = Node("", _count_ids(cpus), gpus, int(memory) or None)
+            share = SlurmNode("", _count_ids(cpus), gpus, int(memory) or None)
             nodes += [
                 replace(share, name=name) for name in (await _slurm("scontrol", "show", "hostnames", names)).split()
             ]
@@ -211,7 +211,7 @@ def allocation_options(asks: Sequence[Ask], nodes: int) -> list[str]:
     return options
 
 
-def pack(asks: Sequence[Ask], nodes: Sequence[Node]) -> tuple[list[tuple[str, Node]], list[Node]]:
+def pack(asks: Sequence[Ask], nodes: Sequence[SlurmNode]) -> tuple[list[tuple[str, SlurmNode]], list[SlurmNode]]:
     """A node for each ask, in their order, and what is free after that; the largest choose first.
 
     Those that belong together fill one node after the other, all others are dealt out evenly. Raises PlacementRefused
@@ -242,7 +242,7 @@ def pack(asks: Sequence[Ask], nodes: Sequence[Node]) -> tuple[list[tuple[str, No
     return [(asks[number].name, nodes[chosen[number]]) for number in range(len(asks))], free
 
 
-def _without_driver(asks: Sequence[Ask], nodes: Sequence[Node]) -> list[Node]:
+def _without_driver(asks: Sequence[Ask], nodes: Sequence[SlurmNode]) -> list[SlurmNode]:
     """What the nodes have besides what the driver itself needs, if it is on one of them."""
     free = list(nodes)
     here = os.uname().nodename.partition(".")[0]
@@ -267,7 +267,7 @@ def _said(ask: Ask) -> str:
     return f"{ask.name} ({', '.join(parts)})" if parts else ask.name
 
 
-def _step_options(node: Node, ask: Ask) -> list[str]:
+def _step_options(node: SlurmNode, ask: Ask) -> list[str]:
     options = ["--nodes=1", "--ntasks=1", f"--nodelist={node.name}", "--cpu-bind=none", "--unbuffered"]
     stated = bool(ask.cpus or ask.gpus or ask.memory_mib)
     options += ["--exact"] if stated else ["--overlap"]

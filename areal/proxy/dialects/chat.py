@@ -19,7 +19,6 @@ from areal.proxy.dialects.base import (
 from areal.proxy.errors import ApiError, bad_request
 from areal.proxy.types import Call, EventWriter, Reply, ToolCallEvent
 from areal.trajectory.message import Content, Message, arguments_text, parse_arguments
-from areal.trajectory.tree import Completion
 from areal.utils.images import read_data_url
 from areal.utils.shorten import shown
 
@@ -169,7 +168,7 @@ def _choice(reply: Reply, number: int) -> dict[str, Any]:
         "index": number,
         "message": _wire_message(completion.message),
         "logprobs": _logprobs(reply, number),
-        "finish_reason": _finish_reason(completion),
+        "finish_reason": completion.finish_reason,
     }
 
 
@@ -197,12 +196,6 @@ def _logprobs(reply: Reply, number: int) -> dict[str, Any] | None:
         for text, logprob in zip(texts[:visible], completion.logprobs.tolist()[:visible], strict=True)
     ]
     return {"content": content, "refusal": None}
-
-
-def _finish_reason(completion: Completion) -> str:
-    if completion.truncated:
-        return "length"
-    return "tool_calls" if completion.message.get("tool_calls") else "stop"
 
 
 def _usage(reply: Reply) -> dict[str, Any]:
@@ -245,7 +238,7 @@ class ChatWriter:
 
     def end(self, reply: Reply) -> bytes:
         (completion,) = reply.choices
-        last = self._chunk({}, _finish_reason(completion), _logprobs(reply, 0))
+        last = self._chunk({}, completion.finish_reason, _logprobs(reply, 0))
         if self._usage:
             last += sse_data({**self._envelope, "choices": [], "usage": _usage(reply)})
         return last + SSE_DONE

@@ -15,7 +15,7 @@ from areal.infra.workflow_context import WorkflowContext
 from areal.proxy import Proxy, Session
 from areal.rollout.episodes import Digests, accepted_keywords, bounded, call
 from areal.rollout.loading import agent_function
-from areal.trajectory import Tree, assign_reward, export, transcript
+from areal.trajectory import Tree, assign_reward, export, nodes_of, transcript
 from areal.utils.callables import name_of
 from areal.utils.net import bypass_proxies
 
@@ -71,7 +71,7 @@ def episode_of(tree: Tree, config: AgentConfig) -> Episode:
     """The episode of a tree that has its rewards."""
     rows = export(tree, config.export_style, config.turn_discount)
     turns = [(node.asked_at, node.answered_at, len(node.output_ids)) for node in tree.completions]
-    return Episode(rows, tree.reward, transcript(tree), calls=len(tree.completions), turns=turns)
+    return Episode(rows, tree.reward, transcript(tree), calls=len(tree.completions), turns=turns, nodes=nodes_of(tree))
 
 
 def client_environment(base_url: str, api_key: str) -> dict[str, str]:

@@ -99,10 +99,16 @@ def _is_interactions(result: Any) -> TypeGuard[Mapping[str, Interaction]]:
 
 
 def _episode_of(exported: Mapping[str, Interaction]) -> Episode:
-    """Every row; the longest conversation, of equally long ones the latest, is the one a person reads."""
+    """Every row; the longest conversation, of equally long ones the latest, is the one a person reads.
+
+    The tree is that of the client they were exported from; of several, whose indices are not each other's, none.
+    """
     shown = max([*exported.values()][::-1], key=lambda each: len(each.messages))
     messages = [*shown.messages[:-1], {**shown.messages[-1], "reward": shown.reward}]
-    return Episode([each.row for each in exported.values()], sum(each.given for each in exported.values()), messages)
+    trees = {id(each.nodes): each.nodes for each in exported.values()}
+    nodes = shown.nodes if len(trees) == 1 else []
+    given = sum(each.given for each in exported.values())
+    return Episode([each.row for each in exported.values()], given, messages, nodes=nodes)
 
 
 class RecordingEngine:
