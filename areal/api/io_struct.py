@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from areal.config.rollout import GenerationHyperparameters
 
+_AND = " and "
 StopReason = Literal["stop", "length", "abort"]
 """stop = a stop token or text; length = max_new_tokens; abort = the caller went away."""
 
@@ -72,6 +73,13 @@ class ModelResponse:
         return len(self.output_tokens)
 
 
+def add_digests(known: dict[int, str], reported: dict[int, str]) -> None:
+    """Add what was reported of versions' weights. Where engines differ, both are kept: what nobody has published."""
+    for version, digest in reported.items():
+        told = [*known.get(version, digest).split(_AND), *digest.split(_AND)]
+        known[version] = _AND.join(dict.fromkeys(told))
+
+
 @dataclass
 class TokenChunk:
     """Part of an answer that is still being sampled: the tokens since the previous chunk."""
@@ -89,4 +97,4 @@ class TokenChunk:
         self.tokens += later.tokens
         self.logprobs += later.logprobs
         self.versions += later.versions
-        self.digests |= later.digests
+        add_digests(self.digests, later.digests)

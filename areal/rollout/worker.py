@@ -16,8 +16,11 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from areal.api.engine_api import InferenceEngine
-from areal.api.errors import GroupLost
+from areal.api.errors import GroupLost, WeightMismatch
+from areal.api.io_struct import add_digests
 from areal.api.messages import (
     WORKER_ROLE,
     EngineAddress,
@@ -172,13 +175,14 @@ class RolloutWorker(GroupWorker):
         result = GroupResult(task.task_id, [], [], {})
         for sample in samples:
             outcome, digests = sample.result()
-            result.digests |= digests
+            add_digests(result.digests, digests)
             if isinstance(outcome, Episode):
                 result.episodes.append(outcome)
             else:
                 result.rejections.append(outcome)
         if result.rejections and self._engines is not None and self._engines.outages > outages:
             raise GroupLost(f"there was no engine for a while when the group of task {task.task_id} ran")
+        _require_digests(result)
         result.stalls = [self._ended_stalls.popleft() for _ in range(len(self._ended_stalls))]
         return result
 
@@ -237,6 +241,20 @@ class RolloutWorker(GroupWorker):
         watch = StallWatch(seconds, log.begin, on_end, limit_seconds=self._timeout_seconds, entries=(call.__code__,))
         watch.start()
         self._closing.callback(watch.close)
+
+
+def _require_digests(result: GroupResult) -> None:
+    """The driver compares what engines say of their weights, so it must be there for every token that may be trained.
+
+    Raises WeightMismatch.
+    """
+    rows = (row for episode in result.episodes for row in episode.rows)
+    sampled = {version for row in rows for version in np.unique(row.versions[row.loss_mask]).tolist()}
+    if missing := sorted(sampled - result.digests.keys()):
+        raise WeightMismatch(
+            f"an engine must tell the digest of every version that it sampled a token with, got none of {missing} for "
+            f"the group of task {result.task_id}"
+        )
 
 
 if __name__ == "__main__":

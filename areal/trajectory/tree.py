@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from areal.api.errors import RequestError
-from areal.api.io_struct import ModelResponse, StopReason
+from areal.api.io_struct import ModelResponse, StopReason, add_digests
 from areal.api.messages import Array
 from areal.trajectory.answer import Answer
 from areal.trajectory.matching import Conversation, ConversationCache, normalised
@@ -274,7 +274,10 @@ class Tree:
     @property
     def digests(self) -> dict[int, str]:
         """Weight version -> digest of those weights, for every version that produced a token here."""
-        return {version: digest for completion in self.completions for version, digest in completion.digests.items()}
+        digests: dict[int, str] = {}
+        for completion in self.completions:
+            add_digests(digests, completion.digests)
+        return digests
 
     def path(self, completion: Completion) -> list[Completion]:
         """The completions of its conversation, first to last."""

@@ -9,10 +9,13 @@ import threading
 import pytest
 from sdk_call import DATA, chat
 
-from areal.api.errors import GroupLost, RejectReason, WorkflowError
+from areal.api.engine_api import WeightUpdate
+from areal.api.errors import GroupLost, RejectReason, WeightMismatch, WorkflowError
 from areal.api.messages import EngineAddress, GroupTask
 from areal.config.rollout import AgentConfig
+from areal.engine.inference.sequence import SequenceState
 from areal.proxy import NO_SESSION_KEY
+from areal.rollout.dispatch import WeightCheck
 from areal.rollout.runners.agent import AgentRunner
 from areal.rollout.worker import RolloutWorker
 from areal.utils.logging import getLogger
@@ -41,6 +44,34 @@ async def test_group_has_every_sample_and_the_weights_that_sampled_it(make_worke
     result = await make_worker(agent).run_group(task(4))
     assert (result.task_id, len(result.episodes), result.rejections) == (7, 4, [])
     assert result.digests == {0: "fake-0"}
+
+
+async def test_weights_that_an_engine_does_not_tell_stop_the_run(make_worker, engine, monkeypatch):
+    """Nothing could be compared with what was published, so a group without them must not pass for one that was."""
+
+    async def agent(data, **kwargs):
+        await chat(kwargs, data["messages"])
+        return 1.0
+
+    monkeypatch.setattr(SequenceState, "_digests", lambda *args: {})
+    with pytest.raises(WeightMismatch, match=r"digest of every version .* got none of \[0\] for the group of task 7"):
+        await make_worker(agent).run_group(task(2))
+
+
+async def test_engines_that_disagree_about_a_version_are_both_reported(make_worker, engine):
+    """Of one right and one wrong engine, neither may hide the other, whichever answered last."""
+
+    async def agent(data, **kwargs):
+        for digest in ("right", "wrong", "right"):
+            await engine.update_weights(WeightUpdate(0, digest, ""))
+            await chat(kwargs, [{"role": "user", "content": digest}])
+        return 1.0
+
+    result = await make_worker(agent).run_group(task(2))
+    check = WeightCheck()
+    check.publish(0, "right")
+    with pytest.raises(WeightMismatch, match="version 0 has the weights right and wrong, published were right"):
+        check.check(result.digests)
 
 
 async def test_failing_sample_keeps_its_siblings(make_worker, proxy):

@@ -14,7 +14,7 @@ import numpy as np
 
 from areal.api.engine_api import InferenceEngine
 from areal.api.errors import AgentFailed, NoInteractions
-from areal.api.io_struct import ModelRequest, ModelResponse, TokenChunk
+from areal.api.io_struct import ModelRequest, ModelResponse, TokenChunk, add_digests
 from areal.api.messages import Episode, Row
 from areal.infra import workflow_context
 from areal.infra.workflow_context import WorkflowContext
@@ -156,7 +156,7 @@ class RecordingEngine:
         self.turns.append((asked_at, time.monotonic(), response.output_len))
         self.versions.update(response.output_versions)
         self._temperatures.add(req.gconfig.sampling_temperature)
-        self.digests |= response.digests
+        add_digests(self.digests, response.digests)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
