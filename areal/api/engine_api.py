@@ -21,6 +21,20 @@ class WeightShard:
 
 
 @dataclass(frozen=True)
+class Canary:
+    """A short text and how likely its tokens are under a version's weights. An engine that cannot tell which weights it
+    has is asked for the same, and must not be further off than arithmetic explains."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """Of every token but the first, as the trainer computes them."""
+    tolerance: float
+    """How far the median token may be off, in nats, as long as nothing is known of the engine's arithmetic."""
+    earlier: dict[int, tuple[float, ...]]
+    """The same under versions that a stale engine may have: the run's first and the one before."""
+
+
+@dataclass(frozen=True)
 class WeightUpdate:
     """New weights: safetensors files with Hugging Face's names, all in one directory, or each on the host of the rank
     that wrote it, in a directory of that name there."""
@@ -34,6 +48,8 @@ class WeightUpdate:
     layout: WeightLayout = "model"
     """model = every parameter; adapter = LoRA matrices on top of the whole model that the engine had last, which it was
     started with or which was published to it. The shard says which one that must be."""
+    canary: Canary | None = None
+    """None = every engine that gets these weights tells their digest."""
 
 
 @dataclass(frozen=True)

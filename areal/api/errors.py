@@ -14,6 +14,7 @@ ArealError
 │   │   ├── DrawnRefused        an engine cannot go on from tokens that were drawn before
 │   │   └── GrammarError        an answer cannot be held to its grammar
 │   └── WeightMismatch          tokens came from weights that were never published
+│       └── WrongWeights        an engine took published weights, and computes with others
 ├── PlacementRefused            a scheduler has no place for what was asked; says what is free
 ├── ProcessDied                 a process of the run ended; says which and how
 │   └── RanksLost               it was a rank of the model that is trained: all of them end, and are started again
@@ -71,6 +72,7 @@ __all__ = [
     "TraceError",
     "WeightMismatch",
     "WorkflowError",
+    "WrongWeights",
 ]
 
 
@@ -125,6 +127,10 @@ class GrammarError(RequestError):
 
 class WeightMismatch(EngineError):
     """Tokens came from weights that the trainer never published."""
+
+
+class WrongWeights(WeightMismatch):
+    """An engine took published weights without an error, and computes with others: no token of it can be trusted."""
 
 
 class PlacementRefused(ArealError):

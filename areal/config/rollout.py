@@ -286,6 +286,12 @@ class RolloutConfig(Resources):
         return [address for address in self.addresses if address.startswith(URL_SCHEMES)]
 
     @property
+    def foreign_engines(self) -> bool:
+        """Whether an engine may be vLLM or SGLang, which cannot tell the digest of their weights. What kind an engine
+        server at `addresses` holds, only it knows."""
+        return bool(self.addresses) or Backend.parse(self.backend).kind != "embedded"
+
+    @property
     def engine_secret(self) -> bytes:
         """Of the servers at `addresses`; empty = they have none."""
         return find_key(None, self.secret_file or None, ENGINE_SECRET_VARIABLE, "rollout.secret_file").encode()

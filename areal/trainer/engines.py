@@ -3,6 +3,9 @@
 Every engine gets the weights that are published, at the same time; one that fails to take them in time is ended and
 replaced, and the run goes on with the others. One that is new gets the weights of the day before requests reach it. The
 rollout workers are told of every change, and send requests to those that serve and to no others.
+
+An engine that says it has the weights and computes with others (`WrongWeights`) ends the run, before anything that it
+drew with them is trained on.
 """
 
 import asyncio
@@ -17,7 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from areal.api.engine_api import WeightUpdate
-from areal.api.errors import ArealError, EngineError, EngineGone, WeightMismatch
+from areal.api.errors import ArealError, EngineError, EngineGone, WeightMismatch, WrongWeights
 from areal.api.messages import ENGINE_ROLE, EngineAddress
 from areal.config.backend import Backend
 from areal.config.rollout import RolloutConfig
@@ -240,6 +243,8 @@ class EngineMember:
             self.enter(EngineState.CATCHING_UP)
             engine = RemoteEngine(channel)
             await self._engines.catch_up(engine)
+        except WrongWeights as error:  # a failure of the run, not of this process, which is not replaced
+            raise WrongWeights(f"{self.key}: {error}") from None
         except (ArealError, TimeoutError) as error:
             if placement.returncode is None:
                 logger.warning("%s is ended before it served: %s", self.name, error)

@@ -21,6 +21,7 @@ from areal.infra.scheduler import Ask
 from areal.rollout.admission import Admission
 from areal.rollout.loading import Workflow, WorkflowSpec, check
 from areal.trainer import display
+from areal.trainer.canary import Canaries
 from areal.trainer.engines import on_this_machine
 from areal.trainer.fleet import Fleet, all_asks
 from areal.trainer.journal import AFTER, BEFORE, DURING, Account, Journal, overlap, pause_figures, step_figures
@@ -136,6 +137,7 @@ class _PPORun(TrainingRun):
         self._update = update
         self._journal = journal
         self._fleet = fleet
+        self._canaries = Canaries.of(plan.config, parts.tokenizer)
         settled = parts.state.get("settled", {"below": 0, "beyond": []})
         self._settled = Settled(settled["below"], set(settled["beyond"]))
         self._training: list[tuple[float, float]] = []
@@ -161,7 +163,7 @@ class _PPORun(TrainingRun):
             self._training.append((taken, trained))
             self._settle(groups)
             try:
-                self._fleet.publish(self._engine.publish(self._config.rollout.dtype))
+                self._publish()
             finally:  # what a checkpoint counts is written down, even if the engine never got these weights
                 self._record(groups, step_figures(groups, version, policy), began, taken, trained)
             if self._due(self._saver.freq_steps):
@@ -187,7 +189,12 @@ class _PPORun(TrainingRun):
         self._fleet.begin(tasks, admission, plan.keep)
         if isinstance(self._engine, TrainingEngine):  # ranks know where they publish
             self._engine.shared_dir = self._fleet.shared_memory
-        self._fleet.publish(self._engine.publish(self._config.rollout.dtype))
+        self._publish()
+
+    def _publish(self) -> None:
+        """Give the engines the present weights."""
+        update = self._engine.publish(self._config.rollout.dtype)
+        self._fleet.publish(update if self._canaries is None else self._canaries.attached(update, self._engine))
 
     def _settle(self, groups: list[GroupResult]) -> None:
         """The weights have changed: from here on a checkpoint must say so, whatever else goes wrong."""

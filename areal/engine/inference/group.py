@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from areal.api.engine_api import EngineHealth, InferenceEngine, WeightUpdate
-from areal.api.errors import DrawnRefused, EngineError, EngineGone
+from areal.api.errors import DrawnRefused, EngineError, EngineGone, WrongWeights
 from areal.api.io_struct import ModelRequest, ModelResponse, TokenChunk
 from areal.api.messages import EngineAddress
 from areal.engine.inference.remote import GENERATE_ROLE, RemoteEngine
@@ -157,7 +157,8 @@ class EngineGroup:
     async def each(self, verb: str, *args: Any) -> list[Any]:
         """What every member answers to an asynchronous verb. One that fails where another does not leaves the group.
 
-        If all have ended, the first that joins is asked. Raises what a member raised if none has answered.
+        If all have ended, the first that joins is asked. Raises what a member raised if none has answered, and
+        WrongWeights if one has, with its name.
         """
         while True:
             await self.until_serving()
@@ -166,6 +167,8 @@ class EngineGroup:
             outcomes = await asyncio.gather(*calls, return_exceptions=True)
             answers = [each for each in outcomes if not isinstance(each, BaseException)]
             for member, outcome in zip(members, outcomes, strict=True):
+                if isinstance(outcome, WrongWeights):  # what went wrong there may have gone unnoticed elsewhere
+                    raise WrongWeights(f"{member.name}: {outcome}")
                 if isinstance(outcome, EngineGone | TimeoutError) or (answers and isinstance(outcome, Exception)):
                     self._lose(member, outcome)
                 elif isinstance(outcome, BaseException):

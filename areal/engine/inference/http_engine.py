@@ -8,6 +8,8 @@ Invariants:
 - A request is sent only while the server draws: between `pause` and `resume`, and during a swap of weights, it waits
   here.
 - `_version` changes while the server is paused, after what it had drawn before has arrived.
+- After a change of weights the server is asked for the canary that came with them, before any new request. Answers go
+  on meanwhile; whoever changed the weights waits for the verdict.
 """
 
 import asyncio
@@ -15,7 +17,7 @@ import hashlib
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +26,7 @@ from typing import Any, Self
 from areal.api.engine_api import EngineHealth, WeightShard, WeightUpdate
 from areal.api.errors import EngineError, EngineGone, ModelError, RequestError, WeightMismatch
 from areal.api.io_struct import ModelRequest, ModelResponse, StopReason, TokenChunk
+from areal.engine.inference.canary import CanaryCheck
 from areal.engine.inference.grammar import GrammarCompiler
 from areal.engine.inference.http_server import HttpServer, ServerCommand
 from areal.engine.inference.sequence import SequenceState
@@ -92,6 +95,9 @@ class HttpEngine(ABC):
         self._digests = {0: ""}
         self._reader = WeightReader()
         self._staged: WeightUpdate | None = None
+        self._unproven: WeightUpdate | None = None
+        """What the server was given last, as long as it was not asked for its canary."""
+        self._canaries = CanaryCheck()
         self._swap = asyncio.Lock()
         self._draws = asyncio.Event()
         """Set while the server may be asked for tokens."""
@@ -161,6 +167,10 @@ class HttpEngine(ABC):
     async def resume_server(self) -> None: ...
 
     @abstractmethod
+    async def score(self, tokens: Sequence[int]) -> list[float]:
+        """Log-probs of every token but the first under the present weights, computed now, before other requests."""
+
+    @abstractmethod
     async def load_weights(self, update: WeightUpdate) -> None:
         """Have the paused server use these weights from now on, and nothing that it has computed with others."""
 
@@ -208,8 +218,8 @@ class HttpEngine(ABC):
                 await self._stop_drawing()
                 await self.load_weights(update)
                 self._take_label(label_of(update))
-                if not self._paused:
-                    await self._go_on()
+                self._unproven = update
+                proof = None if self._paused else await self._go_on()
             except BaseException as error:
                 self._fail(f"a change of weights to version {update.version} was not completed: {error!r}")
                 raise
@@ -217,6 +227,7 @@ class HttpEngine(ABC):
             self._swaps.append(time.monotonic() - began)
             if running:
                 self._pauses.append(self._swaps[-1])
+            await self._prove(proof)
 
     async def pause(self) -> None:
         self._check_alive()
@@ -227,9 +238,9 @@ class HttpEngine(ABC):
     async def resume(self) -> None:
         self._check_alive()
         async with self._swap:
-            if self._paused:
-                await self._go_on()
+            proof = await self._go_on() if self._paused else None
             self._paused = False
+            await self._prove(proof)
 
     async def health(self) -> EngineHealth:
         self._check_alive()
@@ -348,7 +359,10 @@ class HttpEngine(ABC):
         self._check_alive()
 
     def read_label(self, label: str) -> int:
-        """The version of the weights that a server calls so."""
+        """The version of the weights that a server calls so. Raises EngineGone for a server that lost its weights."""
+        if label == UNLABELLED:
+            self._fail(f"{self.server.name} was started again, without the weights of version {self._version}")
+            self._check_alive()
         version, _, digest = label.partition(" ")
         try:
             self._digests[int(version)] = digest
@@ -390,9 +404,30 @@ class HttpEngine(ABC):
         if not self._paused:
             await self.pause_server()
 
-    async def _go_on(self) -> None:
-        await self.resume_server()
+    async def _go_on(self) -> asyncio.Task[list[float]] | None:
+        """Returns the answer to come for `_prove`."""
+        canary = None if self._unproven is None else self._unproven.canary
+        # Asked before the server goes on, it is the first in the queue, and held up by nothing that is in progress.
+        proof = None if canary is None else asyncio.create_task(self.score(canary.tokens))
+        try:
+            await self.resume_server()
+        except BaseException:
+            if proof is not None:
+                proof.cancel()
+            raise
         self._draws.set()
+        return proof
+
+    async def _prove(self, proof: asyncio.Task[list[float]] | None) -> None:
+        """Raises WrongWeights if the server does not compute with the weights that it was given."""
+        if proof is None or self._unproven is None:
+            return
+        try:
+            found = await proof
+        finally:
+            proof.cancel()
+        self._canaries.check(self.server.name, self._unproven, found)
+        self._unproven = None
 
     def _check_alive(self) -> None:
         if self._ended is not None:

@@ -61,14 +61,26 @@ class SglangEngine(HttpEngine):
                 if "error" in event:
                     error = event["error"]
                     raise refusal("SGLang refuses a request", int(error["code"]), error["message"])
-                yield (piece := _drawn(event["meta_info"], seen))
+                piece = _drawn(event["meta_info"], seen)
                 seen += len(piece.tokens)
+                piece.versions = [self.read_label(event["meta_info"]["weight_version"])] * seen
+                yield piece
 
     async def pause_server(self) -> None:
         await self.server.post("/pause_generation", {"mode": "abort"})
 
     async def resume_server(self) -> None:
         await self.server.post("/continue_generation", {})
+
+    async def score(self, tokens: Sequence[int]) -> list[float]:
+        body = {
+            "input_ids": tokens,
+            "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
+            "return_logprob": True,
+            "logprob_start_len": 0,  # so that its prefix cache is not read
+        }
+        entries = (await self.server.post("/generate", body))["meta_info"]["input_token_logprobs"]
+        return [logprob for logprob, *_ in entries[1:]]
 
     async def load_weights(self, update: WeightUpdate) -> None:
         load = {"model_path": update.path, "weight_version": label_of(update), "flush_cache": True}

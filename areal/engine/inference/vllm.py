@@ -33,6 +33,8 @@ TEMPERATURES = (0.01, 2.0)
 """What vLLM takes; it would silently use others in place of smaller ones."""
 NEVER = -100.0
 """Added to a logit, it is as good as minus infinity; vLLM allows no less."""
+FIRST = -1
+"""The priority of a canary; other requests have 0, and go in the order in which they came."""
 WHOLE_ANSWERS = 1 << 20
 """Tokens that are sent together when nobody wants to see them earlier; the first is sent at once."""
 SERVER_MODULE = "vllm.entrypoints.openai.api_server"
@@ -112,6 +114,12 @@ class VllmEngine(HttpEngine):
     async def resume_server(self) -> None:
         await self.server.post("/resume")
 
+    async def score(self, tokens: Sequence[int]) -> list[float]:
+        sampling = {"max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}  # so that its prefix cache is not read
+        body = {"token_ids": tokens, "sampling_params": sampling, "priority": FIRST}
+        entries = (await self.server.post("/inference/v1/generate", body))["prompt_logprobs"]
+        return [entry[str(token)]["logprob"] for entry, token in zip(entries[1:], tokens[1:], strict=True)]
+
     async def load_weights(self, update: WeightUpdate) -> None:
         load = {"method": "load_published_weights", "kwargs": {"weights_path": update.path}}
         await self.server.post("/collective_rpc", load, LOAD_SECONDS)
@@ -155,7 +163,7 @@ class VllmEngine(HttpEngine):
     async def _warm_up(self) -> None:
         """vLLM compiles parts of its sampler at the first request, which takes it up to a minute."""
         sampling = {"max_tokens": 1, "logprobs": 0, "detokenize": False, "top_k": 1, "seed": 0}
-        body = {"token_ids": [0], "sampling_params": sampling}
+        body = {"token_ids": [0], "sampling_params": sampling, "priority": FIRST}  # refused where requests have none
         await self.server.post("/inference/v1/generate", body, LOAD_SECONDS)
 
 
@@ -164,7 +172,7 @@ def arguments_of(directory: Path, dtype: str, gpus: int) -> list[str]:
     return [
         *("--model", str(directory), "--dtype", dtype, "--tensor-parallel-size", str(gpus)),
         *("--worker-extension-cls", f"{WORKER_MODULE}.ArealWorker", "--logprobs-mode", "raw_logprobs"),
-        *("--enable-scale-out", "--generation-config", "vllm"),
+        *("--enable-scale-out", "--generation-config", "vllm", "--scheduling-policy", "priority"),
         *("--structured-outputs-config", '{"backend": "guidance"}', "--disable-uvicorn-access-log"),
     ]
 

@@ -1,6 +1,6 @@
 """The types that travel between the processes of a run. How values become bytes: `areal/utils/wire.py`."""
 
-from areal.api.engine_api import EngineHealth, WeightShard, WeightUpdate
+from areal.api.engine_api import Canary, EngineHealth, WeightShard, WeightUpdate
 from areal.api.errors import RejectReason
 from areal.api.io_struct import Grammar, ModelRequest, ModelResponse, TokenChunk
 from areal.api.messages import EngineAddress, Episode, GroupResult, GroupTask, Node, Rejection, Row, Stall
@@ -10,6 +10,7 @@ from areal.utils.wire import Wire
 __all__ = ["MESSAGE_TYPES", "Wire", "api_wire"]
 
 MESSAGE_TYPES = (
+    Canary,
     EngineAddress,
     EngineHealth,
     Episode,
