@@ -106,7 +106,7 @@ def episode_record(line: EpisodeLine, episode: Episode, trained: list[TrainedRow
         "seconds": round(line.seconds, DIGITS),
         "turns": [(round(asked, DIGITS), round(answered, DIGITS), tokens) for asked, answered, tokens in episode.turns],
         "stats": episode.stats,
-        "nodes": [dataclasses.asdict(node) for node in getattr(episode, "nodes", [])],
+        "nodes": [dataclasses.asdict(node) for node in episode.nodes],
         "rows": [_row_record(row, each) for row, each in zip(episode.rows, computed, strict=True)],
     }
 

@@ -5,9 +5,8 @@
     groups       a task and what became of it: running, ready, trained (at which step, in which place), rejected
     episodes     one sample of a group: the columns that people filter by and nothing else, so that a scan is fast
     conversations
-                 what was said in it and what else is known of it (blob)
+                 what was said in it, its tree and what else is known of it (blob)
     rows         its tokens as they are trained (blob), and a checksum of each field
-    nodes        its conversation tree (blob)
     trained      what the trainer computed for its tokens (blob)
     texts        full-text index over its conversation
     rejections   why an episode yielded nothing, with the traceback
@@ -27,8 +26,6 @@ from areal.api.errors import ArealError
 STORE_FILE = "run.db"
 BUSY_SECONDS = 30.0
 """How long a statement waits for another process: only migrations hold the file longer than a moment."""
-WAL_BYTES = 64 << 20
-"""What the log of changes is cut to after a large transaction made it larger."""
 
 _TABLES = """
 CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT, WITHOUT ROWID;
@@ -94,10 +91,6 @@ CREATE TABLE rows (
     data BLOB NOT NULL,
     checks BLOB NOT NULL
 ) STRICT;
-CREATE TABLE nodes (
-    episode INTEGER PRIMARY KEY REFERENCES episodes (id) ON DELETE CASCADE,
-    data BLOB NOT NULL
-) STRICT;
 CREATE TABLE trained (
     episode INTEGER PRIMARY KEY REFERENCES episodes (id) ON DELETE CASCADE,
     data BLOB NOT NULL
@@ -161,7 +154,8 @@ def open_for_writing(path: Path) -> sqlite3.Connection:
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = NORMAL")
         connection.execute("PRAGMA secure_delete = OFF")  # some builds overwrite what is deleted, which costs as much
-        connection.execute(f"PRAGMA journal_size_limit = {WAL_BYTES}")
+        connection.execute("PRAGMA journal_size_limit = 0")  # the log is as large as what is in it
+        connection.execute("PRAGMA wal_autocheckpoint = 0")  # the writer copies it to the file when no step waits
         connection.execute("PRAGMA foreign_keys = ON")
         _migrate(connection, path)
     except sqlite3.DatabaseError as error:

@@ -39,6 +39,11 @@ RETRY_SECONDS = 2.0
 """Between two looks whether a full disk has room again: nothing announces it."""
 PATIENCE_SECONDS = 600.0
 """How long a full disk is waited for."""
+LOG_BYTES = 8 << 20
+"""How large the log of changes grows before it is copied to the file, after a step. That waits for the disk itself,
+which the commits before it do not."""
+MOST_LOG_BYTES = 64 << 20
+"""The same between steps."""
 FORGET_GROUPS = 8
 """How many groups lose their tokens in one transaction."""
 VACUUM_PAGES = 256
@@ -92,6 +97,7 @@ class StoreWriter(Closing):
         """
         self.path = directory / STORE_FILE
         self._connection = open_for_writing(self.path)
+        self._log = directory / f"{STORE_FILE}-wal"
         self._say = say
         self._patience_seconds = patience_seconds
         self._keep_tokens = keep_tokens
@@ -103,6 +109,11 @@ class StoreWriter(Closing):
         self._step = int(self._connection.execute("SELECT coalesce(max(step), 0) FROM steps").fetchone()[0])
         self._thread = threading.Thread(target=self._run, name="run store", daemon=True)
         self._thread.start()
+
+    @property
+    def waiting(self) -> int:
+        """Changes that were handed over and are not being written yet."""
+        return len(self._changes)
 
     def session(self, first_step: int, machine: Mapping[str, Any]) -> None:
         """The run begins, or goes on. Groups that ran when it ended are to be tried again."""
@@ -227,7 +238,9 @@ class StoreWriter(Closing):
                 for _, committed in batch:
                     if committed is not None:
                         committed.set_result(None)
+                stepped = any(committed is not None for _, committed in batch)
                 batch = []
+                self._copy_log(LOG_BYTES if stepped else MOST_LOG_BYTES)
                 tidy = not self._tidy_up()
         except Exception as error:  # whoever waits, and whoever writes next, gets it
             self._give_up(error, batch)
@@ -238,6 +251,12 @@ class StoreWriter(Closing):
             while wait and not self._changes and not self._closed:
                 self._wake.wait()
             return [self._changes.popleft() for _ in range(min(len(self._changes), MOST_AT_ONCE))]
+
+    def _copy_log(self, most: int) -> None:
+        """Bring what is committed into the file if the log is larger than that."""
+        if self._log.stat().st_size > most:
+            with suppress(sqlite3.OperationalError):  # no room, for example: it stays in the log, and is tried again
+                self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
 
     def _tidy_up(self) -> bool:
         """Forget some tokens, or shrink the file a little; whether there is more of it to do."""
@@ -464,8 +483,9 @@ def _preview(episode: Episode) -> str:
 
 
 def conversation_text(episode: Episode) -> str:
-    """What full-text search looks at."""
-    return _storable("\n".join(_text(message) for message in episode.messages))
+    """What full-text search looks at: everything that was said in the tree, once."""
+    of_tree = (message for node in episode.nodes for message in (*node.messages, node.message))
+    return _storable("\n".join(dict.fromkeys(_text(message) for message in (*episode.messages, *of_tree))))
 
 
 def _text(message: Mapping[str, Any]) -> str:

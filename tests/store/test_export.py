@@ -10,36 +10,37 @@ import numpy as np
 import pytest
 
 from areal.api.errors import RejectReason
-from areal.api.messages import Episode, Rejection, Row, TrainedRow
+from areal.api.messages import Episode, Node, Rejection, Row, TrainedRow
 from areal.cli import main as command
 from areal.store.writer import StepRecord, StoreWriter
 from areal.trainer.logs import RolloutLog
 from tests.store.test_store import episode, group, row, step_of
 
+NODE = Node(None, False, [], {"role": "assistant", "content": "on a branch"}, None, "stop", [], 0.0, 0.5)
 ODD = [{"role": "assistant", "content": "half \ud800 of a pair", "number": 2**70}]
 
 
 def trained(sent: Episode) -> list[TrainedRow]:
     tokens = sent.trained_tokens
-    return [TrainedRow(np.full(tokens, 0.5, np.float32), np.linspace(-1, 0, tokens, dtype=np.float32))]
+    logprobs = np.linspace(-1, 0, tokens, dtype=np.float32)
+    return [TrainedRow(logprobs=logprobs, advantages=np.full(tokens, 0.5, np.float32))]
 
 
-def write_run(directory: Path, store: StoreWriter) -> dict[int, Episode]:
-    """Five steps of one group each, a group that is rejected and one that waits; the second step's by sample."""
+def write_run(store: StoreWriter) -> None:
+    """Five steps of one group each, a group that is rejected and one that waits."""
     for step in range(1, 6):
         store.ready(group(step))
         store.step(dataclasses.replace(step_of(step, step), trained={(step, 0): trained(episode())}))
     store.rejected(group(6), Rejection(RejectReason.STALE, "too old"))
     with_image = dataclasses.replace(row(), images=[b"\x89PNG"])
-    store.ready(group(7, Episode([with_image], 0.25, ODD), Episode([], 0.0)))
+    store.ready(group(7, Episode([with_image], 0.25, ODD, nodes=[NODE]), Episode([], 0.0)))
     store.flush()
-    return dict(enumerate(group(2).episodes))
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     with StoreWriter(tmp_path) as store:
-        write_run(tmp_path, store)
+        write_run(store)
     return tmp_path
 
 
@@ -66,6 +67,7 @@ def test_lines_have_what_rollouts_have_and_every_array(run: Path, capsys: pytest
     assert exported[1]["rows"][0]["advantages"] is None, "it was not handed over for this sample"
     assert [each["state"] for each in exported[-4:]] == ["rejected", "rejected", "ready", "ready"]
     assert exported[-2]["messages"] == ODD
+    assert [node["message"]["content"] for node in exported[-2]["nodes"]] == ["on a branch"]
     assert [base64.b64decode(each) for each in exported[-2]["rows"][0]["images"]] == [b"\x89PNG"]
     assert lines(run / "export/metrics.jsonl")[0] == {"step": 1, "reward": 0.5, "unknown": None}
 
@@ -114,7 +116,7 @@ def test_steps_and_filter_choose(run: Path) -> None:
 
 def test_a_run_that_goes_on_can_be_exported(tmp_path: Path) -> None:
     with StoreWriter(tmp_path) as store:
-        write_run(tmp_path, store)
+        write_run(store)
         assert command.main(["export", str(tmp_path)]) == 0
         store.ready(group(8))
         store.step(StepRecord(6, 6, "", [8], {}, {}))
@@ -124,7 +126,7 @@ def test_a_run_that_goes_on_can_be_exported(tmp_path: Path) -> None:
 
 def test_tokens_that_are_not_kept_leave_rows_out(tmp_path: Path) -> None:
     with StoreWriter(tmp_path) as store:
-        write_run(tmp_path, store)
+        write_run(store)
         store.forget_tokens(before_step=5)
     assert command.main(["export", str(tmp_path), "--steps", "4-5"]) == 0
     exported = lines(tmp_path / "export/episodes.jsonl")
@@ -169,3 +171,8 @@ def test_wrong_words_are_one_line(
     shown = capsys.readouterr().err
     assert message in shown
     assert shown.count("\n") == 1
+
+
+def test_what_is_said_on_a_branch_is_found(run: Path) -> None:
+    assert command.main(["export", str(run), "--filter", '"on a branch"']) == 0
+    assert [each["task_id"] for each in lines(run / "export/episodes.jsonl")] == [7]
