@@ -11,8 +11,8 @@ more is started and every waiting call raises it.
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 from areal.api.errors import NothingAccepted, RejectReason
 from areal.api.messages import GroupResult, GroupTask, Rejection
@@ -33,6 +33,33 @@ Filter = Callable[[GroupResult], bool]
 logger = getLogger("rollout")
 
 
+class GroupRecord(Protocol):
+    """Writes down what becomes of each group. Nothing here waits."""
+
+    def started(self, task_id: int, version: int, task: Mapping[str, Any]) -> None: ...
+
+    def ready(self, result: GroupResult) -> None:
+        """It has ended, and waits to be trained."""
+        ...
+
+    def rejected(self, result: GroupResult, why: Rejection) -> None:
+        """It will not be trained: it has just ended, or it was ready."""
+        ...
+
+
+class NoRecord:
+    """For those who write nothing down."""
+
+    def started(self, task_id: int, version: int, task: Mapping[str, Any]) -> None:
+        return
+
+    def ready(self, result: GroupResult) -> None:
+        return
+
+    def rejected(self, result: GroupResult, why: Rejection) -> None:
+        return
+
+
 class Pipeline:
     """Keeps episodes in flight and hands over batches of groups. Made on the event loop that it lives on."""
 
@@ -46,12 +73,16 @@ class Pipeline:
         max_idle_rejections: int,
         keep: Filter | None = None,
         group_seconds: float | None = None,
+        record: GroupRecord | None = None,
+        ready: Sequence[GroupResult] = (),
     ) -> None:
-        """`group_seconds` as in `Dispatch`."""
+        """`group_seconds` as in `Dispatch`; `ready`: groups that ended in an earlier session of the run."""
         self.admission = admission
         self.evaluation_rejections = Rejections("evaluation ")
         self._dispatch = Dispatch(workers, group_seconds)
-        self._ready = ReadyGroups(admission, keep, max_idle_rejections)
+        self._record = record or NoRecord()
+        self._ready = ReadyGroups(admission, keep, max_idle_rejections, self._record)
+        self._ready.restore(ready)
         self._tasks = tasks
         self._n_samples = n_samples
         self._running: set[asyncio.Task[None]] = set()
@@ -140,6 +171,7 @@ class Pipeline:
         try:
             for _ in range(self.admission.capacity(reserved)):
                 task_id, data = next(self._tasks)
+                self._record.started(task_id, self.admission.version, data)
                 self._start(GroupTask(task_id, pack_task(data), self._n_samples))
         except Exception as error:
             self.fail(error)
@@ -207,8 +239,11 @@ async def _end(tasks: Collection[asyncio.Task[Any]]) -> None:
 class ReadyGroups:
     """Finished groups on their way to the trainer; reports to admission what becomes of each. Never waits."""
 
-    def __init__(self, admission: Admission, keep: Filter | None, max_idle_rejections: int) -> None:
+    def __init__(
+        self, admission: Admission, keep: Filter | None, max_idle_rejections: int, record: GroupRecord
+    ) -> None:
         self.rejections = Rejections()
+        self._record = record
         self._admission = admission
         self._keep = keep
         self._max_idle_rejections = max_idle_rejections
@@ -219,6 +254,13 @@ class ReadyGroups:
     def __len__(self) -> int:
         return len(self._groups)
 
+    def restore(self, groups: Sequence[GroupResult]) -> None:
+        """They were ready when the run ended; the first version that is published shows which are too old by now."""
+        for result in groups:
+            self._admission.start()
+            self._admission.accept()
+            self._groups.append(result)
+
     def receive(self, result: GroupResult) -> None:
         """Keep a group that has ended, or reject it. Raises NothingAccepted when rejections are all there is."""
         self.sampled_tokens += sum(episode.trained_tokens for episode in result.episodes)
@@ -228,6 +270,7 @@ class ReadyGroups:
         if why is None:
             self.rejections.idle.clear()
             self._admission.accept()
+            self._record.ready(result)
             self._groups.append(result)
         else:
             self._admission.reject()
@@ -266,6 +309,7 @@ class ReadyGroups:
 
     def _reject(self, result: GroupResult, why: Rejection) -> None:
         """`why` goes for the episodes that were not rejected by themselves."""
+        self._record.rejected(result, why)
         self._rejected_ids.append(result.task_id)
         for _ in result.episodes:
             self.rejections.add(why)

@@ -14,7 +14,7 @@ from areal.api.messages import Episode, GroupResult, Node, Row, TrainedRow
 from areal.store.blobs import from_names, unpack, unpack_all
 from areal.store.checks import altered_fields, batch_digest
 from areal.store.schema import STORE_FILE, open_for_reading
-from areal.store.writer import READY, REJECTED, TRAINED
+from areal.store.writer import EVALUATION, READY, REJECTED, SETTLED, TRAINED
 from areal.utils.closing import Closing
 
 ROWS, GROUPS = "rows", "groups"
@@ -66,10 +66,27 @@ class StoreReader(Closing):
         rows = self._db.execute("SELECT * FROM steps WHERE step > ? ORDER BY step", (after,))
         return [StoredStep(**{**dict(row), "account": json.loads(row["account"])}) for row in rows]
 
-    def metrics(self) -> Iterator[dict[str, Any]]:
-        """The lines of metrics.jsonl, in the order in which they were written."""
-        for step, figures in self._db.execute("SELECT step, figures FROM metrics ORDER BY id"):
-            yield {"step": step, **json.loads(figures)}
+    def metrics(self, step: int | None = None, *, first_step: int = 0) -> Iterator[dict[str, Any]]:
+        """The lines of metrics.jsonl, of one step or from one on, in the order in which they were written."""
+        found = self._db.execute(
+            "SELECT step, figures FROM metrics WHERE step >= ? AND (? IS NULL OR step = ?) ORDER BY step, id",
+            (first_step, step, step),
+        )
+        for number, figures in found:
+            yield {"step": number, **json.loads(figures)}
+
+    def metrics_per_step(self) -> dict[int, int]:
+        """How many lines each step has."""
+        return dict(self._db.execute("SELECT step, count(*) FROM metrics GROUP BY step").fetchall())
+
+    def episodes_per_step(self) -> dict[int, int]:
+        """How many episodes each step has trained."""
+        counted = "SELECT step, count(*) FROM episodes WHERE state = ? GROUP BY step"
+        return dict(self._db.execute(counted, (TRAINED,)).fetchall())
+
+    def evaluations(self) -> list[dict[str, Any]]:
+        """What each evaluation measured, oldest first, with its `step`."""
+        return [{"step": each["step"], **each["detail"]} for each in self.events(EVALUATION)]
 
     def batch(self, step: int) -> list[GroupResult] | None:
         """The groups of a step, in the order in which they were trained; None if their tokens are not kept."""
@@ -96,14 +113,37 @@ class StoreReader(Closing):
             altered.append(Altered(GROUPS))
         return altered
 
+    def keeps_batch(self, step: int) -> bool:
+        """Whether `batch` has the groups of a step."""
+        trained, kept = self._db.execute(
+            "SELECT count(*), count(r.episode) FROM episodes e LEFT JOIN rows r ON r.episode = e.id "
+            "WHERE e.step = ? AND e.state = ?",
+            (step, TRAINED),
+        ).fetchone()
+        return bool(trained and trained == kept)
+
+    def rollouts(self, step: int) -> Iterator[dict[str, Any]]:
+        """The lines of rollouts.jsonl of a step: its episodes in the order in which they were trained."""
+        found = self._db.execute(
+            "SELECT e.*, c.data FROM groups g JOIN episodes e USING (task_id) JOIN conversations c ON c.episode = e.id "
+            "WHERE g.step = ? AND g.state = ? ORDER BY g.place, e.sample",
+            (step, TRAINED),
+        )
+        for each in found:
+            others = unpack(each["data"])
+            others.pop("nodes", None)
+            line = rollout_line(step, each["task_id"], Episode(rows=[], **others))
+            kept = {"version_min": "oldest_version", "version_max": "newest_version", "tokens": "tokens"}
+            yield {**line, **{name: each[column] for name, column in kept.items()}}
+
     def ready(self) -> list[GroupResult]:
         """The groups that have ended and were not trained yet, in the order of their tasks."""
         ids = self._db.execute("SELECT task_id FROM groups WHERE state = ? ORDER BY task_id", (READY,)).fetchall()
         return [group for (task_id,) in ids if (group := self._group(task_id)) is not None]
 
     def settled(self) -> list[int]:
-        """The ids of the tasks that need not run again: trained, rejected, or ready to be trained."""
-        states = (TRAINED, REJECTED, READY)
+        """The ids of the tasks that were trained or rejected."""
+        states = (TRAINED, REJECTED, SETTLED)
         return [
             task_id for (task_id,) in self._db.execute("SELECT task_id FROM groups WHERE state IN (?, ?, ?)", states)
         ]
@@ -158,3 +198,19 @@ def _altered_fields(data: bytes, checks: bytes) -> list[str]:
         return altered_fields(unpack_all(data, Row), checks)
     except UNREADABLE:
         return [ROWS]
+
+
+def rollout_line(step: int, task_id: int, episode: Episode) -> dict[str, Any]:
+    """An episode in rollouts.jsonl."""
+    return {
+        "step": step,
+        "task_id": task_id,
+        "reward": episode.reward,
+        "messages": episode.messages,
+        "version_min": episode.oldest_version,
+        "version_max": episode.newest_version,
+        "tokens": episode.trained_tokens,
+        "calls": episode.calls,
+        "seconds": round(episode.seconds, 4),
+        "turns": [(round(asked, 4), round(answered, 4), tokens) for asked, answered, tokens in episode.turns],
+    }

@@ -16,7 +16,7 @@ import sqlite3
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
@@ -59,7 +59,11 @@ ELSEWHERE = ("rows", "nodes")
 
 RUNNING, READY, TRAINED, REJECTED, RETRY = "running", "ready", "trained", "rejected", "retry"
 """States of a group. To be tried again is one that ran when the driver ended, or whose step is taken back."""
-STATES = (RUNNING, READY, TRAINED, REJECTED, RETRY)
+SETTLED = "settled"
+"""A checkpoint knows that it was trained or rejected; the store has lost which."""
+STATES = (RUNNING, READY, TRAINED, REJECTED, RETRY, SETTLED)
+EVALUATION = "evaluation"
+"""The kind of event that an evaluation is."""
 
 Change = Callable[[sqlite3.Connection], None]
 
@@ -158,13 +162,22 @@ class StoreWriter(Closing):
     def step(self, record: StepRecord) -> None:
         """Returns when the step is committed; raises StoreError if it cannot be."""
         self._step = record.step
-        committed: Future[None] = Future()
-        self._put(lambda db: _write_step(db, record, time.time()), committed)
-        committed.result()  # the thread has its own deadline, and ends every future when it ends
+        self._put_and_wait(lambda db: _write_step(db, record, time.time()))
 
-    def metrics(self, step: int, figures: Mapping[str, float | None]) -> None:
-        """A line of metrics that is not a step's, such as an evaluation's."""
-        self._put(lambda db: _write_metrics(db, step, figures))
+    def complete(self, step: int, figures: Mapping[str, float | None]) -> None:
+        """The line of metrics of a step, with what is known only after its weights were published."""
+        first = "SELECT min(id) FROM metrics WHERE step = ?"
+        self._put(lambda db: db.execute(f"UPDATE metrics SET figures = ? WHERE id = ({first})", (_json(figures), step)))
+
+    def evaluation(self, step: int, figures: Mapping[str, float | None], detail: Mapping[str, Any]) -> None:
+        """An evaluation after that step: its line of metrics, and what was measured. Returns when it is committed."""
+        values = (time.time(), step, EVALUATION, _json(detail))
+
+        def change(db: sqlite3.Connection) -> None:
+            _write_metrics(db, step, figures)
+            db.execute("INSERT INTO events (at, step, kind, detail) VALUES (?, ?, ?, ?)", values)
+
+        self._put_and_wait(change)
 
     def checkpoint(self, step: int, name: str, digest: str) -> None:
         """It is complete, under that name."""
@@ -182,19 +195,42 @@ class StoreWriter(Closing):
         self._put(lambda db: db.execute("INSERT INTO events (at, step, kind, detail) VALUES (?, ?, ?, ?)", values))
 
     def take_back(self, last_step: int) -> None:
-        """Steps after that one are as if they had never been taken; their groups are to be tried again."""
+        """Steps after that one are as if they had never been taken; their groups are to be tried again.
+
+        So are groups that were sampled with weights of these steps and wait: other weights will have their versions.
+        """
 
         def change(db: sqlite3.Connection) -> None:
             for table, columns in (("groups", "place = NULL"), ("episodes", "staleness = NULL")):
                 db.execute(
-                    f"UPDATE {table} SET state = ?, step = NULL, {columns} WHERE state = ? AND step > ?",
-                    (RETRY, TRAINED, last_step),
+                    f"UPDATE {table} SET state = ?, step = NULL, {columns} WHERE state IN (?, ?) AND step > ?",
+                    (RETRY, TRAINED, SETTLED, last_step),
+                )
+            newer = "SELECT task_id FROM episodes WHERE state = ? AND newest_version > ?"
+            for table in ("groups", "episodes"):
+                db.execute(
+                    f"UPDATE {table} SET state = ? WHERE state = ? AND task_id IN ({newer})",
+                    (RETRY, READY, READY, last_step),
                 )
             for table in ("steps", "metrics", "checkpoints"):
                 db.execute(f"DELETE FROM {table} WHERE step > ?", (last_step,))
+            db.execute("DELETE FROM events WHERE kind = ? AND step > ?", (EVALUATION, last_step))
 
         self._put(change)
         self._step = last_step
+
+    def settle(self, step: int, below: int, beyond: Iterable[int]) -> None:
+        """A checkpoint of a step that is not here says that these tasks need not run again, whatever they are here."""
+        numbers = [(SETTLED, step, task_id, RUNNING, READY, RETRY) for task_id in beyond]
+
+        def change(db: sqlite3.Connection) -> None:
+            for table in ("groups", "episodes"):
+                update = f"UPDATE {table} SET state = ?, step = ? WHERE task_id {{}} ? AND state IN (?, ?, ?)"
+                db.execute(update.format("<"), (SETTLED, step, below, RUNNING, READY, RETRY))
+                db.executemany(update.format("="), numbers)
+
+        self._put(change)
+        self._step = step
 
     def forget_tokens(self, before_step: int) -> None:
         """Remove the tokens of what was trained, or rejected, before that step, little by little; the rest stays."""
@@ -206,9 +242,7 @@ class StoreWriter(Closing):
 
     def flush(self) -> None:
         """Returns when everything handed over so far is committed."""
-        committed: Future[None] = Future()
-        self._put(lambda db: None, committed)
-        committed.result()
+        self._put_and_wait(lambda db: None)
 
     def close(self) -> None:
         """Write what is left. An error of the disk is not raised here: what was committed stays."""
@@ -218,6 +252,11 @@ class StoreWriter(Closing):
         self._thread.join(self._patience_seconds)
         if not self._thread.is_alive():
             self._connection.close()
+
+    def _put_and_wait(self, change: Callable[[sqlite3.Connection], Any]) -> None:
+        committed: Future[None] = Future()
+        self._put(change, committed)
+        committed.result()  # the thread has its own deadline, and ends every future when it ends
 
     def _put(self, change: Callable[[sqlite3.Connection], Any], committed: Future[None] | None = None) -> None:
         with self._wake:

@@ -6,6 +6,7 @@ Its manifest lists the size and checksum of every file, so that later damage is 
 without one, from before there were manifests, are loaded if they can be read.
 """
 
+import hashlib
 import json
 import os
 import pickle
@@ -127,6 +128,11 @@ def load_newest(
         f"no checkpoint in {newest.parent} is intact (the newest, {newest.name}: {why}); put one back, or choose "
         "another trial_name to start over"
     )
+
+
+def checkpoint_digest(directory: Path) -> str:
+    """Of the manifest, and so of every file."""
+    return hashlib.sha256((directory / MANIFEST_FILE).read_bytes()).hexdigest()[:32]
 
 
 def _seal(directory: Path) -> None:

@@ -21,7 +21,7 @@ from areal.engine.models import max_positions, vocab_size
 from areal.infra.scheduler import Ask
 from areal.rollout.admission import Admission
 from areal.rollout.loading import WorkflowSpec
-from areal.rollout.pipeline import Filter, Pipeline, Rejections, TaskStream
+from areal.rollout.pipeline import Filter, GroupRecord, Pipeline, Rejections, TaskStream
 from areal.trainer.cluster import Cluster
 from areal.trainer.engines import Engines, EngineState, engine_asks
 from areal.trainer.processes import ask
@@ -119,8 +119,15 @@ class Fleet(Closing):
             self.close()
             raise
 
-    def begin(self, tasks: TaskStream, admission: Admission, keep: Filter | None) -> None:
-        """Make the pipeline; episodes start with the first `publish`."""
+    def begin(
+        self,
+        tasks: TaskStream,
+        admission: Admission,
+        keep: Filter | None,
+        record: GroupRecord,
+        ready: Sequence[GroupResult],
+    ) -> None:
+        """Make the pipeline, with the groups that are `ready` already; episodes start with the first `publish`."""
         rollout = self._config.rollout
 
         async def make() -> Pipeline:
@@ -132,6 +139,8 @@ class Fleet(Closing):
                 max_idle_rejections=rollout.max_idle_rejections,
                 keep=keep,
                 group_seconds=rollout.rounds * (rollout.agent.timeout_seconds + GROUP_GRACE_SECONDS),
+                record=record,
+                ready=ready,
             )
 
         self._pipeline = self.cluster.wait(make())

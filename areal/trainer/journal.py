@@ -1,7 +1,7 @@
 """The record of a PPO run: figures and conversations of each step, held-out evaluations, the curve, the summary.
 
-A resumed run continues its journal: counts and seconds go on from the checkpoint, and what was measured before the
-first step is read back instead of being measured again.
+All of it is committed to the run's store first, and then shown and exported. A resumed run continues its journal:
+counts and seconds go on, and what was measured is read back instead of being measured again.
 """
 
 import json
@@ -11,18 +11,22 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from areal.api.engine_api import WeightUpdate
 from areal.api.errors import ArealError
-from areal.api.messages import GroupResult
+from areal.api.messages import GroupResult, TrainedRow
 from areal.config.loader import build
+from areal.store.reader import StoreReader
+from areal.store.writer import StepRecord, StoreWriter
 from areal.trainer.curve import draw_reward_curve
 from areal.trainer.display import Progress, render_episode
 from areal.trainer.evaluation import Difference, Evaluation, greedy_verdict, verdict
-from areal.trainer.logs import MetricsLog, RolloutLog, read_metrics
+from areal.trainer.logs import MetricsLog, RolloutLog, finite, read_metrics
 from areal.trainer.run_directory import RunDirectory, write_atomically
 from areal.utils.closing import Closing
 from areal.utils.logging import getLogger
@@ -36,6 +40,8 @@ BEFORE, DURING, AFTER = "before", "during", "after"
 
 EVALUATIONS = ("eval_reward", "eval_greedy_reward")
 """How the figures of an evaluation begin, sampled and greedy."""
+Figures = dict[str, float | None]
+"""A line of metrics without its step; None = not finite."""
 RATE_STEPS = 10
 """Tokens per second are taken over this many steps, because single steps are bursty."""
 MAX_FIGURES = 512
@@ -46,7 +52,7 @@ logger = getLogger("trainer")
 
 @dataclass
 class Account:
-    """Totals of a run, over all its sessions; a checkpoint keeps them."""
+    """Totals of a run, over all its sessions; every step and every checkpoint keeps them."""
 
     seconds: float = 0.0
     """From the first evaluation on."""
@@ -59,24 +65,35 @@ class Journal(Closing):
     def __init__(
         self,
         directory: RunDirectory,
+        store: StoreWriter,
         total_steps: int,
         first_step: int,
         account: Account,
         exporter: "Exporter | None" = None,
+        *,
+        saved_step: int = 0,
     ) -> None:
-        """`first_step` steps have been taken; anything later in the logs is dropped, because it will be redone."""
+        """`first_step` steps have been taken, of which a checkpoint has `saved_step`."""
         self._directory = directory
+        self._store = store
         self._total_steps = total_steps
         self._account = account
         self._began = time.monotonic() - account.seconds
         self._rate = TokenRate()
-        self._evaluations = _read_evaluations(directory.held_out)
+        with StoreReader(directory.path) as reader:
+            stored = reader.evaluations()
+        self._evaluated = {each["step"] for each in stored if each["when"] == DURING}
+        """Steps after which there was an evaluation."""
+        known = {each["key"]: build(Evaluation, each["result"]) for each in stored if each["when"] != DURING}
+        self._evaluations = known or _read_evaluations(directory.held_out)
+        if known:
+            self._export_evaluations()
         self._stack = ExitStack()
         self.progress = self._stack.enter_context(Progress(total_steps, first_step))
-        # Rows of step 0 are kept if what they tell of is known; otherwise it will be measured again.
-        kept = first_step + 1 if first_step or self._evaluations else 0
-        self._metrics = self._stack.enter_context(MetricsLog(directory.path, kept, exporter))
-        self._rollouts = self._stack.enter_context(RolloutLog(directory.path, first_step + 1))
+        self._metrics = self._stack.enter_context(
+            MetricsLog(directory.path, first_step, exporter, board_from=saved_step)
+        )
+        self._rollouts = self._stack.enter_context(RolloutLog(directory.path, first_step))
         self._recorded = _Recorded({name for row in read_metrics(directory.path) for name in row})
 
     def close(self) -> None:
@@ -96,34 +113,68 @@ class Journal(Closing):
     def _seconds(self) -> float:
         return time.monotonic() - self._began
 
-    def step(self, step: int, groups: Sequence[GroupResult], figures: Mapping[str, float]) -> None:
-        """Record a step that has been taken; `figures` are those of `step_figures` and whatever else is known."""
-        for group in groups:
-            for episode in group.episodes:
-                self._rollouts.append(step, group.task_id, episode)
+    def commit(
+        self,
+        step: int,
+        groups: Sequence[GroupResult],
+        weights: WeightUpdate,
+        figures: Mapping[str, float],
+        computed: Sequence[TrainedRow] = (),
+    ) -> Figures:
+        """A step that led to these weights has been taken; when this returns, it is in the store with its groups.
+
+        `figures` are those of `step_figures` and whatever else is known by now; `computed` is of each row. Returns its
+        line of metrics.
+        """
         account = self._account
         account.calls += int(figures["calls"])
         if "max_logprob_difference" in figures:
             seen = figures["max_logprob_difference"]
             account.max_logprob_difference = max(account.max_logprob_difference or 0.0, seen)
         own = {**figures, "tokens_per_second": self._rate.step(figures["tokens"])}
-        self._write(step, {**self._recorded.means(groups, own), **own})
+        row = finite({**self._recorded.means(groups, own), **own, "time_seconds": self._seconds})
+        batch = [group.task_id for group in groups]
+        trained = _by_episode(groups, computed) if computed else {}
+        self._store.step(StepRecord(step, weights.version, weights.digest, batch, row, asdict(self.account), trained))
+        return row
+
+    def step(self, step: int, groups: Sequence[GroupResult], row: Figures) -> None:
+        """Show and export a step that is committed; `row` with what has become known since."""
+        self._store.complete(step, row)
+        self._rollouts.write(step, [(group.task_id, episode) for group in groups for episode in group.episodes])
+        self._metrics.write(step, row)
+        self.progress.update(step, row)
         if step in (1, self._total_steps // 2, self._total_steps):
             self._show_best_and_worst(step, groups)
 
     def evaluation(self, step: int, when: str, results: Sequence[GroupResult], *, greedy: bool) -> None:
         evaluation = Evaluation.of(results)
         self._account.calls += sum(episode.calls for result in results for episode in result.episodes)
-        self._evaluations[_evaluation_key(when, greedy)] = evaluation
+        key = _evaluation_key(when, greedy)
+        self._evaluations[key] = evaluation
         name = EVALUATIONS[greedy]
         bounds = zip((f"{name}_low", f"{name}_high"), evaluation.interval, strict=False)
-        self._write(step, {name: evaluation.reward, **dict(bounds)})
-        if when == BEFORE:
-            known = {key: asdict(each) for key, each in self._evaluations.items()}
+        row = finite({name: evaluation.reward, **dict(bounds), "time_seconds": self._seconds})
+        detail = {"key": key, "when": when, "result": asdict(evaluation), "account": asdict(self.account)}
+        self._store.evaluation(step, row, detail)
+        self._metrics.write(step, row)
+        self.progress.update(step, row)
+        self._export_evaluations()
+
+    def _export_evaluations(self) -> None:
+        before = [_evaluation_key(BEFORE, greedy) for greedy in (False, True)]
+        known = {key: asdict(each) for key, each in self._evaluations.items() if key in before}
+        try:
             write_atomically(self._directory.held_out, json.dumps(known, indent=2) + "\n")
+        except OSError as error:  # the store has them
+            logger.warning("%s cannot be written: %s", self._directory.held_out, error.strerror)
 
     def has_evaluation(self, when: str, *, greedy: bool) -> bool:
         return _evaluation_key(when, greedy) in self._evaluations
+
+    def was_evaluated(self, step: int) -> bool:
+        """Whether there was an evaluation after this step, in an earlier session of the run."""
+        return step in self._evaluated
 
     def summary(self) -> dict[str, Any]:
         account = self.account
@@ -148,15 +199,22 @@ class Journal(Closing):
     def draw(self) -> None:
         draw_reward_curve(read_metrics(self._directory.path), self._directory.curve)
 
-    def _write(self, step: int, figures: Mapping[str, float]) -> None:
-        row = {**figures, "time_seconds": self._seconds}
-        self._metrics.write(step, row)
-        self.progress.update(step, row)
-
     def _show_best_and_worst(self, step: int, groups: Sequence[GroupResult]) -> None:
         episodes = sorted((episode for group in groups for episode in group.episodes), key=lambda each: each.reward)
         for episode in {id(each): each for each in (episodes[0], episodes[-1])}.values():
             self.progress.say(render_episode(episode, title=f"step {step}"))
+
+
+def _by_episode(
+    groups: Sequence[GroupResult], computed: Sequence[TrainedRow]
+) -> dict[tuple[int, int], list[TrainedRow]]:
+    """What was computed for each row, group by group, as the store keeps it."""
+    left = iter(computed)
+    return {
+        (group.task_id, sample): list(islice(left, len(episode.rows)))
+        for group in groups
+        for sample, episode in enumerate(group.episodes)
+    }
 
 
 def _in_summary(evaluation: Evaluation) -> dict[str, Any]:
@@ -169,6 +227,7 @@ def _evaluation_key(when: str, greedy: bool) -> str:
 
 
 def _read_evaluations(path: Path) -> dict[str, Evaluation]:
+    """What a run from before there were stores knows."""
     if not path.exists():
         return {}
     try:

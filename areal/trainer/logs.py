@@ -1,21 +1,28 @@
-"""What a run writes down as it goes, a JSON object per line:
+"""What a run writes for others to read, a JSON object per line, from its store:
 
 - `MetricsLog`: the figures of each step, in RUN/metrics.jsonl, for TensorBoard in RUN/tensorboard/, and for /metrics.
 - `RolloutLog`: every episode that was trained on, in RUN/rollouts.jsonl.
 
-Every line names its step, so that a resumed run drops the steps it is about to take again and continues the file.
+They are written as the run goes, after the store. When a run is opened, they are made to agree with it: what a killed
+process did not come to write is added, and steps that were taken back are dropped. What cannot be written, on a full
+disk, is written later. So each step is in each of them once.
 """
 
+import heapq
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import orjson
 
 from areal.api.messages import Episode
+from areal.store.reader import StoreReader, rollout_line
 from areal.utils.closing import Closing
 from areal.utils.logging import getLogger
 
@@ -24,27 +31,29 @@ if TYPE_CHECKING:  # it loads what answers HTTP requests, which few runs need
 
 METRICS_FILE = "metrics.jsonl"
 ROLLOUTS_FILE = "rollouts.jsonl"
+BOARD_DIRECTORY = "tensorboard"
 
 logger = getLogger("trainer")
 
 
 class MetricsLog(Closing):
-    def __init__(self, run_dir: str | Path, start_step: int = 0, exporter: "Exporter | None" = None) -> None:
-        """`start_step` is the first step that will be written; existing rows of it and of later steps are dropped."""
-        # Imported here because it takes a tenth of a second and only a run that is being trained needs it.
-        from tensorboardX import SummaryWriter
+    def __init__(
+        self, run_dir: str | Path, last_step: int = 0, exporter: "Exporter | None" = None, *, board_from: int = 0
+    ) -> None:
+        """Steps up to `last_step` have been taken.
 
-        self._lines = _StepLines(Path(run_dir) / METRICS_FILE, start_step)
-        self._board: Any = SummaryWriter(str(Path(run_dir) / "tensorboard"), purge_step=start_step or None)
+        TensorBoard gets those from `board_from` on again: what it was given before, a kill cannot have lost.
+        """
+        self._lines = _StepLines(
+            Path(run_dir), METRICS_FILE, StoreReader.metrics_per_step, StoreReader.metrics, last_step
+        )
+        self._board = _Board(Path(run_dir), board_from, last_step)
         self._exporter = exporter
 
     def write(self, step: int, values: Mapping[str, float | None]) -> None:
-        """Add a row. A value that is not finite becomes null in the file: JSON cannot express it."""
-        finite = {name: _finite(value) for name, value in values.items() if name != "step"}
-        self._lines.append({"step": step, **finite})
-        for name, value in finite.items():
-            if value is not None:
-                self._board.add_scalar(name, value, step)
+        """Add a row, which the store has."""
+        self._lines.append([{"step": step, **finite(values)}])
+        self._board.write(step, values)
         if self._exporter is not None:
             self._exporter.step(step, values)
 
@@ -59,6 +68,11 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
     return list(read_lines(path)) if path.exists() else []
 
 
+def finite(values: Mapping[str, float | None]) -> dict[str, float | None]:
+    """Without `step`. A value that is not finite becomes None: JSON cannot express it."""
+    return {name: _finite(value) for name, value in values.items() if name != "step"}
+
+
 def _finite(value: float | None) -> float | None:
     if value is None:
         return None
@@ -67,63 +81,151 @@ def _finite(value: float | None) -> float | None:
 
 
 class RolloutLog(Closing):
-    def __init__(self, run_dir: str | Path, start_step: int = 0) -> None:
-        """`start_step` is as in `MetricsLog`."""
-        self._lines = _StepLines(Path(run_dir) / ROLLOUTS_FILE, start_step)
-
-    def append(self, step: int, task_id: int, episode: Episode) -> None:
-        self._lines.append(
-            {
-                "step": step,
-                "task_id": task_id,
-                "reward": episode.reward,
-                "messages": episode.messages,
-                "version_min": episode.oldest_version,
-                "version_max": episode.newest_version,
-                "tokens": episode.trained_tokens,
-                "calls": episode.calls,
-                "seconds": round(episode.seconds, 4),
-                "turns": [(round(asked, 4), round(answered, 4), tokens) for asked, answered, tokens in episode.turns],
-            }
+    def __init__(self, run_dir: str | Path, last_step: int = 0) -> None:
+        """`last_step` is as in `MetricsLog`."""
+        self._lines = _StepLines(
+            Path(run_dir), ROLLOUTS_FILE, StoreReader.episodes_per_step, StoreReader.rollouts, last_step
         )
+
+    def write(self, step: int, episodes: Iterable[tuple[int, Episode]]) -> None:
+        """The episodes of a step, each with its task's id, which the store has."""
+        self._lines.append([rollout_line(step, task_id, episode) for task_id, episode in episodes])
 
     def close(self) -> None:
         self._lines.close()
 
 
 class _StepLines:
-    """An append-only file; every line reaches the operating system before `append` returns."""
+    """A file of lines that name their step; every line reaches the operating system before `append` returns."""
 
-    def __init__(self, path: Path, start_step: int) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            _rewrite(path, (line for line, row in _whole_lines(path) if row["step"] < start_step))
-        self._file = path.open("ab", buffering=0)
+    def __init__(
+        self,
+        run_dir: Path,
+        name: str,
+        counted: Callable[[StoreReader], Mapping[int, int]],
+        rows_of: Callable[[StoreReader, int], Iterable[dict[str, Any]]],
+        last_step: int,
+    ) -> None:
+        """The store has so many rows of each step (`counted`), and these (`rows_of`)."""
+        self._run_dir = run_dir
+        self._path = run_dir / name
+        self._counted = counted
+        self._rows_of = rows_of
+        self._file: BinaryIO | None = None
+        """None = it is behind."""
+        self._said = False
+        self._catch_up(last_step)
 
-    def append(self, row: dict[str, Any]) -> None:
-        self._file.write(_line(row))
+    def append(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Rows of one step. If that is not possible, it is done later: the store has them."""
+        if self._file is None:
+            self._catch_up(rows[-1]["step"])
+            return
+        try:
+            for row in rows:
+                self._file.write(_line(row))
+        except OSError as error:
+            self._fall_behind(error)
 
     def close(self) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
+
+    def _catch_up(self, last_step: int) -> None:
+        try:
+            with StoreReader(self._run_dir) as store:
+                _agree(self._path, self._counted(store), lambda step: self._rows_of(store, step), last_step)
+            self._file = self._path.open("ab", buffering=0)
+        except OSError as error:
+            self._fall_behind(error)
+
+    def _fall_behind(self, error: OSError) -> None:
+        self.close()
+        self._file = None
+        if not self._said:
+            logger.warning("%s cannot be written (%s); it is brought up to date later", self._path, error.strerror)
+        self._said = True
+
+
+class _Board:
+    """The events that TensorBoard reads."""
+
+    def __init__(self, run_dir: Path, first_step: int, last_step: int) -> None:
+        """What is there of `first_step` and later ones is replaced by what the store has of them."""
+        self._directory = run_dir / BOARD_DIRECTORY
+        self._said = False
+        self._writer: Any = None
+        try:
+            if first_step == 0:
+                shutil.rmtree(self._directory, ignore_errors=True)
+            self._open(first_step)
+        except OSError as error:
+            self._warn(error)
+            return
+        with StoreReader(run_dir) as store:
+            for row in store.metrics(first_step=first_step):
+                if row["step"] <= last_step:
+                    self.write(row["step"], row)
+
+    def write(self, step: int, values: Mapping[str, float | None]) -> None:
+        if self._writer is None:
+            return
+        # Imported here because it takes a tenth of a second and only a run that is being trained needs it.
+        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.proto.summary_pb2 import Summary
+        from tensorboardX.summary import scalar
+
+        scalars = [
+            part for name, value in finite(values).items() if value is not None for part in scalar(name, value).value
+        ]
+        try:
+            self._writer.write_event(Event(wall_time=time.time(), step=step, summary=Summary(value=scalars)))
+            self._writer.flush()
+        except OSError as error:
+            self._warn(error)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+    def _open(self, first_step: int) -> None:
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+        self._directory.mkdir(parents=True, exist_ok=True)
+        # Files are read in the order of their names, which begin with the second.
+        self._writer = EventsWriter(str(self._directory / "events"), f".{time.monotonic_ns():020d}")
+        if first_step > 0:
+            start = SessionLog(status=SessionLog.START)
+            self._writer.write_event(Event(wall_time=time.time(), step=first_step, session_log=start))
+
+    def _warn(self, error: OSError) -> None:
+        if not self._said:
+            logger.warning("%s cannot be written (%s)", self._directory, error.strerror)
+        self._said = True
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """The rows of a file that can be read."""
-    return (row for _, row in _whole_lines(path))
+    return (row for _, _, row in _whole_lines(path))
 
 
-def _whole_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Each line with its row, without an incomplete last one, which a killed process may leave, and damaged ones."""
-    damaged = 0
+def _whole_lines(path: Path) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
+    """Where each line begins, the line and its row.
+
+    Left out are an incomplete last line, which a killed process may leave, and damaged ones.
+    """
+    damaged = at = 0
     with path.open("rb") as file:
         for line in file:
+            begin, at = at, at + len(line)
             if not line.endswith(b"\n"):
                 continue
             row = _row(line)
             if row is None:
                 damaged += 1
             else:
-                yield line, row
+                yield begin, line, row
     if damaged:
         lines = "1 damaged line, which is" if damaged == 1 else f"{damaged} damaged lines, which are"
         logger.warning("%s has %s dropped", path, lines)
@@ -143,6 +245,59 @@ def _line(row: dict[str, Any]) -> bytes:
         return orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY)
     except TypeError:  # a model may call a tool with a number beyond 64 bits, which orjson refuses
         return json.dumps(row, default=lambda value: value.tolist()).encode() + b"\n"
+
+
+@dataclass
+class _Stretch:
+    """Lines of one step that follow each other in a file."""
+
+    step: int
+    begin: int
+    end: int
+    lines: int
+
+
+def _agree(
+    path: Path, stored: Mapping[int, int], rows_of: Callable[[int], Iterable[dict[str, Any]]], last_step: int
+) -> None:
+    """Make a file have each step up to `last_step` once and whole.
+
+    `stored`: how many rows the store has of each step; steps that it does not know, from before there was one, stay as
+    they are. Usually the file has the first so many steps, and the others are added at its end.
+    """
+    stretches = _stretches(path) if path.exists() else []
+    good = [each for each in stretches if each.step <= last_step and stored.get(each.step, each.lines) == each.lines]
+    end = count = 0
+    for each in good:
+        if each.begin != end or (count and each.step <= good[count - 1].step):
+            break
+        end, count = each.end, count + 1
+    known = {each.step for each in good}
+    missing = [step for step in sorted(stored) if step not in known and step <= last_step]
+    added = ((step, _line(row)) for step in missing for row in rows_of(step))
+    if count == len(good) and (not good or not missing or good[-1].step < missing[0]):
+        with path.open("ab") as file:
+            file.truncate(end)
+            file.writelines(line for _, line in added)
+        return
+    with path.open("rb") as old:
+        kept = ((each.step, _bytes(old, each)) for each in sorted(good, key=lambda each: each.step))
+        _rewrite(path, (lines for _, lines in heapq.merge(kept, added, key=lambda each: each[0])))
+
+
+def _stretches(path: Path) -> list[_Stretch]:
+    found: list[_Stretch] = []
+    for begin, line, row in _whole_lines(path):
+        if not found or found[-1].step != row["step"] or found[-1].end != begin:
+            found.append(_Stretch(row["step"], begin, begin, 0))
+        found[-1].end += len(line)
+        found[-1].lines += 1
+    return found
+
+
+def _bytes(file: BinaryIO, stretch: _Stretch) -> bytes:
+    file.seek(stretch.begin)
+    return file.read(stretch.end - stretch.begin)
 
 
 def _rewrite(path: Path, lines: Iterable[bytes]) -> None:

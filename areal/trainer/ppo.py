@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from areal.api.engine_api import WeightUpdate
+from areal.api.errors import NonFiniteUpdate
 from areal.api.messages import GroupResult
 from areal.config.experiment import PPOConfig
 from areal.dataset import TaskSource, get_custom_dataset, read_tasks
@@ -20,15 +22,16 @@ from areal.engine.training.learner import Critic, Learner
 from areal.infra.scheduler import Ask
 from areal.rollout.admission import Admission
 from areal.rollout.loading import Workflow, WorkflowSpec, check
+from areal.store.reader import StoreReader
 from areal.trainer import display
 from areal.trainer.canary import Canaries
 from areal.trainer.engines import on_this_machine
 from areal.trainer.fleet import Fleet, all_asks
-from areal.trainer.journal import AFTER, BEFORE, DURING, Account, Journal, overlap, pause_figures, step_figures
+from areal.trainer.journal import AFTER, BEFORE, DURING, Journal, overlap, pause_figures, step_figures
 from areal.trainer.learners import open_critic, policy_update
 from areal.trainer.run import Interrupted, RunParts, Trainer, TrainingRun, TrainResult
 from areal.trainer.tasks import Settled, task_stream
-from areal.trainer.update import PolicyUpdate
+from areal.trainer.update import PolicyUpdate, UpdateResult
 from areal.trajectory.tensors import tensors_of_group
 from areal.utils.threads import ThreadPlan, plan_threads
 
@@ -82,16 +85,24 @@ class PPOTrainer(Trainer):
     ) -> TrainResult:
         config = self.config
         with self._open_run(self._total_steps * config.actor.ppo_n_minibatches) as parts:
-            account, step = Account(**parts.state.get("account", {})), parts.state["step"]
+            standing = parts.standing
             update = policy_update(
                 config,
                 parts.engine,
                 parts.critic,
                 directory=parts.directory.path,
-                seen_difference=account.max_logprob_difference,
+                seen_difference=standing.saved_account.max_logprob_difference,
             )
-            with Journal(parts.directory, parts.total_steps, step, account, parts.exporter) as journal:
-                journal.progress.say(f"{display.hello(parts.directory.path, step)}\n{threads.reason}")
+            with Journal(
+                parts.directory,
+                parts.store,
+                parts.total_steps,
+                standing.step,
+                standing.account,
+                parts.exporter,
+                saved_step=standing.saved_step,
+            ) as journal:
+                journal.progress.say(f"{display.hello(parts.directory.path, standing.step)}\n{threads.reason}")
                 with journal.progress.spinner("starting the engine and the rollout workers"):
                     fleet = Fleet(
                         config,
@@ -138,8 +149,8 @@ class _PPORun(TrainingRun):
         self._journal = journal
         self._fleet = fleet
         self._canaries = Canaries.of(plan.config, parts.tokenizer)
-        settled = parts.state.get("settled", {"below": 0, "beyond": []})
-        self._settled = Settled(settled["below"], set(settled["beyond"]))
+        self._settled = parts.standing.settled
+        """Tasks that were trained by `_step`, or rejected."""
         self._training: list[tuple[float, float]] = []
         """When the trainer was computing, as (start, end)."""
         self._cpu_before: dict[str, float] = {}
@@ -148,34 +159,68 @@ class _PPORun(TrainingRun):
         self._begin()
         if self._step == 0:  # a resumed run is compared with what was measured before its first step
             self._evaluate_both(BEFORE)
+        elif self._due(self._config.evaluator.freq_steps) and not self._journal.was_evaluated(self._step):
+            self._evaluate(DURING)
         self._steps()
         self._evaluate_both(AFTER)
 
     def _steps(self) -> None:
-        """Take a batch, learn from it, give the engine the new weights, write down what happened."""
+        """Take a batch, learn from it, write that down, give the engine the new weights.
+
+        What is written down has happened, whatever is killed; what is not has not, and its groups are still ready.
+        """
         while self._step < self._total_steps:
             began = time.monotonic()
             groups = self._fleet.take(self._config.train_dataset.batch_size)
             taken = time.monotonic()
             version = self._engine.version
-            policy = self._update.step(groups).figures
+            learned = self._learn(groups)
             trained = time.monotonic()
             self._training.append((taken, trained))
+            weights = self._engine.publish(self._config.rollout.dtype)
+            figures = {**self._figures(began, taken, trained), **step_figures(groups, version, learned.figures)}
+            row = self._journal.commit(self._step + 1, groups, weights, figures, learned.rows)
             self._settle(groups)
             try:
-                self._publish()
-            finally:  # what a checkpoint counts is written down, even if the engine never got these weights
-                self._record(groups, step_figures(groups, version, policy), began, taken, trained)
+                self._publish(weights)
+            finally:  # what is committed is exported, even if the engine never got these weights
+                now = time.monotonic()
+                self._journal.step(
+                    self._step, groups, {**row, "step_seconds": now - began, "publish_seconds": now - trained}
+                )
             if self._due(self._saver.freq_steps):
                 self._save()
             if self._due(self._config.evaluator.freq_steps):
                 self._evaluate(DURING)
             self._interruption.check()
 
+    def _learn(self, groups: list[GroupResult]) -> UpdateResult:
+        """Until `_settle`, the weights are those of no step that is written down."""
+        self._between_steps = True
+        try:
+            return self._update.step(groups)
+        except NonFiniteUpdate:
+            if self._config.actor.ppo_n_minibatches == 1 and self._critic is None:
+                self._between_steps = False  # nothing was changed
+            raise
+
+    def _settle(self, groups: list[GroupResult]) -> None:
+        """The step is written down: from here on a checkpoint must have it."""
+        self._step, self._between_steps = self._step + 1, False
+        for task_id in (*(group.task_id for group in groups), *self._fleet.pop_rejected()):
+            self._settled.add(task_id)
+
     def _begin(self) -> None:
-        """Start episodes."""
+        """Come to the step that the run had reached, and start episodes."""
         config, plan = self._config, self._plan
         batch_size = config.train_dataset.batch_size
+        if isinstance(self._engine, TrainingEngine):  # ranks know where they publish
+            self._engine.shared_dir = self._fleet.shared_memory
+        self._rebuild()
+        with StoreReader(self._directory.path) as reader:
+            ready = reader.ready()
+            for task_id in reader.settled():
+                self._settled.add(task_id)
         admission = Admission(
             batch_size=batch_size,
             max_staleness=config.rollout.max_head_offpolicyness,
@@ -183,38 +228,55 @@ class _PPORun(TrainingRun):
             total_groups=self._total_steps * batch_size,
             consumed=self._step * batch_size,
         )
-        tasks = task_stream(plan.tasks, config.seed, self._settled, shuffle=config.train_dataset.shuffle)
+        begun = Settled(self._settled.below, set(self._settled.beyond))
+        for group in ready:
+            begun.add(group.task_id)
+        tasks = task_stream(plan.tasks, config.seed, begun, shuffle=config.train_dataset.shuffle)
         self._journal.start_clock()
         self._cpu_before = self._fleet.cpu_seconds()
-        self._fleet.begin(tasks, admission, plan.keep)
-        if isinstance(self._engine, TrainingEngine):  # ranks know where they publish
-            self._engine.shared_dir = self._fleet.shared_memory
-        self._publish()
+        self._fleet.begin(tasks, admission, plan.keep, self._store, ready)
+        self._publish(self._engine.publish(config.rollout.dtype))
 
-    def _publish(self) -> None:
+    def _publish(self, weights: WeightUpdate) -> None:
         """Give the engines the present weights."""
-        update = self._engine.publish(self._config.rollout.dtype)
-        self._fleet.publish(update if self._canaries is None else self._canaries.attached(update, self._engine))
+        self._fleet.publish(weights if self._canaries is None else self._canaries.attached(weights, self._engine))
+        self._store.event("published", {"version": weights.version, "digest": weights.digest})
 
-    def _settle(self, groups: list[GroupResult]) -> None:
-        """The weights have changed: from here on a checkpoint must say so, whatever else goes wrong."""
-        self._step += 1
-        for task_id in (*(group.task_id for group in groups), *self._fleet.pop_rejected()):
-            self._settled.add(task_id)
+    def _rebuild(self) -> None:
+        """Train the steps since the checkpoint again, from their stored batches."""
+        same = True
+        with StoreReader(self._directory.path) as reader:
+            for stored in reader.steps(after=self._step):
+                groups = reader.batch(stored.step)
+                assert groups, "find_standing has taken back what is not kept"
+                self._learn(groups)
+                self._step, self._between_steps = stored.step, False
+                for group in groups:
+                    self._settled.add(group.task_id)
+                digest = self._engine.publish(self._config.rollout.dtype).digest
+                if same and digest != stored.digest:
+                    same = False
+                    self._progress.say(
+                        f"step {stored.step}, trained again from its stored batch, gives other weights than it gave: "
+                        "another machine, library or setting; the run goes on with these"
+                    )
+                if self._due(self._saver.freq_steps):
+                    self._save()
+                self._interruption.check()
 
-    def _record(
-        self, groups: list[GroupResult], figures: dict[str, float], began: float, taken: float, trained: float
-    ) -> None:
+    def _figures(self, began: float, taken: float, trained: float) -> dict[str, float]:
+        """What is known of a step besides its batch and its update."""
         counts = self._fleet.rejections.counts
         rejected = {f"rejected/{reason}": float(count) for reason, count in counts.items()}
         now = time.monotonic()
-        seconds = {
+        return {
             "step_seconds": now - began,
             "wait_seconds": taken - began,
             "train_seconds": trained - taken,
             "publish_seconds": now - trained,
+            "rejected": float(counts.total()),
+            **rejected,
         }
-        self._journal.step(self._step, groups, {**seconds, "rejected": float(counts.total()), **rejected, **figures})
 
     def _evaluate_both(self, when: str) -> None:
         """Sampled, and greedily if the config asks for it; not again if a resumed run has done so already."""

@@ -17,6 +17,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from areal.api.errors import RanksLost, RunExists
 from areal.api.messages import RANK_ROLE
 from areal.config.errors import require
@@ -26,14 +28,19 @@ from areal.engine.model.device import find_device
 from areal.engine.models import find_model
 from areal.engine.training.learner import Critic, Learner
 from areal.infra.scheduler import Ask
+from areal.store.reader import StoreReader
+from areal.store.schema import STORE_FILE
+from areal.store.writer import StoreWriter
 from areal.trainer import display
-from areal.trainer.checkpoint import begin_checkpoint, load_newest
+from areal.trainer.checkpoint import begin_checkpoint, checkpoint_digest, load_newest
 from areal.trainer.cluster import Cluster
 from areal.trainer.display import Announcer, Progress
 from areal.trainer.learners import open_learner
+from areal.trainer.machine import machine_facts
 from areal.trainer.processes import RestartBudget
 from areal.trainer.ranks import rank_asks
-from areal.trainer.run_directory import RunDirectory, explained_storage_errors
+from areal.trainer.resume import Standing, find_standing
+from areal.trainer.run_directory import RunDirectory, explained_storage_errors, without_secrets
 from areal.trainer.tasks import digest_of_tasks
 from areal.utils.closing import Closing
 from areal.utils.hf_utils import load_hf_tokenizer
@@ -66,8 +73,8 @@ class RunParts:
     """With the weights and the optimizer of the newest checkpoint, if there is one."""
     tokenizer: Any
     total_steps: int
-    state: dict[str, Any]
-    """The trainer's state in that checkpoint; `{"step": 0}` if there is none."""
+    store: StoreWriter
+    standing: Standing
     fingerprint: dict[str, Any] = field(default_factory=dict)
     """The settings that a checkpoint keeps, to be compared when it is resumed."""
     cluster: Cluster | None = None
@@ -130,8 +137,8 @@ class Trainer(Closing):
             self._exporter = Exporter(self.config, directory, self._total_steps)
             display.say(f"metrics for Prometheus at {self._exporter.url}")
         with ExitStack() as stack:
-            cluster = stack.enter_context(self._open_cluster(directory.logs)) if self.config.actor.backend else None
             stack.enter_context(explained_storage_errors(directory.path))
+            cluster = stack.enter_context(self._open_cluster(directory.logs)) if self.config.actor.backend else None
             engine = stack.enter_context(closing(open_learner(self.config, self._model, optimizer_steps, cluster)))
             critic = self._open_critic(engine, optimizer_steps)
             checkpoints = directory.checkpoints()
@@ -141,13 +148,27 @@ class Trainer(Closing):
             fingerprint = self._fingerprint()
             if checkpoints and self.config.recover.mode != "force":
                 _refuse_changes(directory.path, {**UNKEPT, **state.get("fingerprint", {})}, fingerprint)
+            store = stack.enter_context(self._open_store(directory, fingerprint, saved=bool(checkpoints)))
+            standing = find_standing(store, state)
+            for note in standing.notes:
+                display.say(note)
+            store.set_meta({"fingerprint": fingerprint, "config": without_secrets(self.config), **self._meta()})
+            store.session(standing.step, machine_facts(self.config.actor.device, torch.get_num_threads()))
             directory.write_config(self.config)
-            tokenizer = load_hf_tokenizer(self._tokenizer_dir)
             parts = RunParts(
-                directory, engine, tokenizer, self._total_steps, state, fingerprint, cluster, critic, self._exporter
+                directory,
+                engine,
+                load_hf_tokenizer(self._tokenizer_dir),
+                self._total_steps,
+                store,
+                standing,
+                fingerprint,
+                cluster,
+                critic,
+                self._exporter,
             )
             if parts.exporter is not None:
-                parts.exporter.begin(state["step"])
+                parts.exporter.begin(standing.step)
                 if cluster is not None:
                     stack.enter_context(parts.exporter.watching(cluster))
             yield parts
@@ -161,6 +182,40 @@ class Trainer(Closing):
             "train_dataset.batch_size": dataset.batch_size,
             "train_dataset": f"{len(self._tasks)} tasks ({digest_of_tasks(self._tasks)})",
         }
+
+    def _meta(self) -> dict[str, Any]:
+        """What else the store keeps for the whole run."""
+        return {"total_steps": self._total_steps}
+
+    def _open_store(self, directory: RunDirectory, fingerprint: dict[str, Any], *, saved: bool) -> StoreWriter:
+        """One of other settings is refused, or, if nothing has been trained with them, begun anew."""
+        config = self.config.store
+
+        def open_store() -> StoreWriter:
+            return StoreWriter(
+                directory.path,
+                say=display.say,
+                patience_seconds=config.full_disk_seconds,
+                keep_tokens=config.steps_with_tokens,
+            )
+
+        store = open_store()
+        if saved or self.config.recover.mode == "force":
+            return store
+        try:
+            with StoreReader(directory.path) as reader:
+                before, has_steps = reader.meta().get("fingerprint", {}), bool(reader.steps())
+            if has_steps:
+                _refuse_changes(directory.path, before, fingerprint)
+        except BaseException:
+            store.close()
+            raise
+        if before in ({}, fingerprint):
+            return store
+        store.close()
+        for path in directory.path.glob(f"{STORE_FILE}*"):
+            path.unlink()
+        return open_store()
 
     def _open_critic(self, engine: Learner, optimizer_steps: int) -> Critic | None:
         """The value model that is trained beside the policy."""
@@ -220,8 +275,11 @@ class TrainingRun(ABC):
         self._total_steps = parts.total_steps
         self._progress = progress
         self._fingerprint = parts.fingerprint
-        self._step: int = parts.state["step"]
+        self._store = parts.store
+        self._step: int = parts.standing.saved_step
         """Steps taken so far, in earlier sessions too."""
+        self._between_steps = False
+        """The weights are not those of `_step`: there is a step that is not written down yet."""
         self._interruption = Interruption(on_interrupt)
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._saving: Future[Any] | None = None
@@ -277,16 +335,18 @@ class TrainingRun(ABC):
         state = {"step": self._step, "fingerprint": self._fingerprint, **self._state()}
         finish = begin_checkpoint(target, self._engine, self._tokenizer, state, self._critic)
         if finish is None:
-            self._keep_checkpoint()
+            self._keep_checkpoint(self._step)
         else:
-            self._saving = self._thread.submit(self._finish_checkpoint, finish)
+            self._saving = self._thread.submit(self._finish_checkpoint, self._step, finish)
         return target
 
-    def _finish_checkpoint(self, finish: Callable[[], None]) -> None:
+    def _finish_checkpoint(self, step: int, finish: Callable[[], None]) -> None:
         finish()
-        self._keep_checkpoint()
+        self._keep_checkpoint(step)
 
-    def _keep_checkpoint(self) -> None:
+    def _keep_checkpoint(self, step: int) -> None:
+        complete = self._directory.checkpoint(step)
+        self._store.checkpoint(step, complete.name, checkpoint_digest(complete))
         self._directory.note_saved()
         self._directory.prune(self._saver.keep)
 
@@ -313,7 +373,8 @@ class TrainingRun(ABC):
     def _stop(self) -> None:
         """End before the last step, with everything saved."""
         if self._step:
-            self._save()
+            if not self._between_steps:  # else the store has what is needed to go on from the step before
+                self._save()
             self._wait_until_saved()
             self._draw_curve()
         self._progress.close()

@@ -1,6 +1,6 @@
 """The directory of one run: which process may write to it, what is in it, and whether it may be resumed.
 
-    RUN/config.yaml  metrics.jsonl  rollouts.jsonl  tensorboard/  logs/  checkpoints/step-000050/
+    RUN/run.db  config.yaml  metrics.jsonl  rollouts.jsonl  tensorboard/  logs/  checkpoints/step-000050/
         held_out.json  reward_curve.png  summary.json
 
 A run that has a summary is finished, and no other run ever overwrites anything in it.
@@ -60,7 +60,7 @@ class RunDirectory(Closing):
         return run
 
     def write_config(self, config: ExperimentConfig) -> None:
-        write_atomically(self.path / "config.yaml", yaml.safe_dump(_without_secrets(config), sort_keys=False))
+        write_atomically(self.path / "config.yaml", yaml.safe_dump(without_secrets(config), sort_keys=False))
 
     @property
     def logs(self) -> Path:
@@ -129,7 +129,7 @@ def _lock(path: Path, name: str) -> IO[str]:
     return lock
 
 
-def _without_secrets(config: ExperimentConfig) -> dict[str, Any]:
+def without_secrets(config: ExperimentConfig) -> dict[str, Any]:
     """The settings without credentials, which must not end up on a disk."""
     values = to_dict(config)
     if values.get("proxy", {}).get("admin_key"):

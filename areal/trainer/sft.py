@@ -12,9 +12,10 @@ from areal.api.errors import DatasetError
 from areal.config.experiment import SFTConfig
 from areal.dataset import TaskSource, get_custom_dataset, read_tasks
 from areal.engine.training.supervised import mean_nll, supervised_batch
+from areal.store.writer import StepRecord
 from areal.trainer import display
 from areal.trainer.display import Progress
-from areal.trainer.logs import MetricsLog
+from areal.trainer.logs import MetricsLog, finite
 from areal.trainer.nonfinite import guarded_update
 from areal.trainer.run import RunParts, Trainer, TrainingRun, TrainResult
 from areal.trainer.tasks import Settled, task_stream
@@ -38,10 +39,10 @@ class SFTTrainer(Trainer):
 
     def _attempt(self) -> TrainResult:
         with self._open_run(optimizer_steps=self._total_steps) as parts:
-            step = parts.state["step"]
+            step = parts.standing.step
             with (
                 Progress(parts.total_steps, step) as progress,
-                MetricsLog(parts.directory.path, step + 1, parts.exporter) as metrics,
+                MetricsLog(parts.directory.path, step, parts.exporter, board_from=step) as metrics,
             ):
                 progress.say(display.hello(parts.directory.path, step))
                 return _SFTRun(self.config, parts, progress, metrics, self._tasks).execute()
@@ -77,9 +78,12 @@ class _SFTRun(TrainingRun):
                 step=self._step + 1,
                 directory=self._directory.path,
             )
-            self._step += 1
+            self._between_steps = True
+            row = finite({**figures, "train_seconds": time.monotonic() - began})
+            self._store.step(StepRecord(self._step + 1, self._step + 1, "", [], row, {}))
+            self._step, self._between_steps = self._step + 1, False
             self._loss = figures.get("loss", self._loss)
-            self._metrics.write(self._step, {**figures, "train_seconds": time.monotonic() - began})
+            self._metrics.write(self._step, row)
             self._progress.update(self._step, {"nll": self._loss})
             if self._due(self._saver.freq_steps):
                 self._save()

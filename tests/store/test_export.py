@@ -53,9 +53,8 @@ def test_lines_have_what_rollouts_have_and_every_array(run: Path, capsys: pytest
     assert capsys.readouterr().out.split() == ["14", f"{run}/export/episodes.jsonl", "5", f"{run}/export/metrics.jsonl"]
     exported = lines(run / "export/episodes.jsonl")
     assert [each["step"] for each in exported] == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 5, 5, None, None]
-    with RolloutLog(run) as log:
-        log.append(1, 1, episode())
-    (rollout,) = lines(run / "rollouts.jsonl")
+    RolloutLog(run, 1).close()
+    rollout = lines(run / "rollouts.jsonl")[0]
     assert {name: exported[0][name] for name in rollout} == rollout
     (sent,), (found,) = episode().rows, exported[0]["rows"]
     for field in dataclasses.fields(Row):

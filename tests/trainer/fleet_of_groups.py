@@ -17,6 +17,8 @@ from areal.api.messages import GroupResult
 from areal.config.experiment import DatasetConfig, PPOConfig
 from areal.config.rollout import GenerationHyperparameters
 from areal.config.training import SaverConfig
+from areal.rollout.admission import Admission
+from areal.rollout.pipeline import GroupRecord, NoRecord
 from areal.trainer import ppo
 from areal.trainer.run import TrainResult
 from areal.utils.closing import Closing
@@ -44,17 +46,30 @@ class FleetOfGroups(Closing):
         self._evaluate = evaluate
         self._tasks: Iterator[tuple[int, dict[str, Any]]] = iter(())
         self._version = 0
+        self._record: GroupRecord = NoRecord()
+        self._ready: list[GroupResult] = []
 
-    def begin(self, tasks: Iterator[tuple[int, dict[str, Any]]], *rest: Any) -> None:
+    def begin(
+        self,
+        tasks: Iterator[tuple[int, dict[str, Any]]],
+        admission: Admission,
+        keep: object,
+        record: GroupRecord,
+        ready: Sequence[GroupResult],
+    ) -> None:
         self._tasks = tasks
+        self._record = record
+        self._ready = list(ready)
 
     def take(self, count: int) -> list[GroupResult]:
-        groups = []
+        groups, self._ready = self._ready[:count], self._ready[count:]
+        count -= len(groups)
         for task_id, _ in (next(self._tasks) for _ in range(count)):
             group = make_group(task_id, [0, 1, 0, 1])
             for episode in group.episodes:
                 for row in episode.rows:
                     row.versions[row.loss_mask] = self._version
+            self._record.ready(group)
             groups.append(group)
             self.taken.append(task_id)
         return groups

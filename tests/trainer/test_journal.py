@@ -1,5 +1,6 @@
 """A run's record: what a resumed run continues, held-out evaluations, overlap, and tokens per second."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_runs import make_batch, make_conversation, make_directory, make_group
 
+from areal.api.engine_api import WeightUpdate
 from areal.api.messages import GroupResult
+from areal.store.writer import StoreWriter
 from areal.trainer.evaluation import wilson
 from areal.trainer.journal import (
     AFTER,
@@ -21,15 +24,36 @@ from areal.trainer.journal import (
     step_figures,
 )
 from areal.trainer.logs import read_lines, read_metrics
+from areal.trainer.run_directory import RunDirectory
+from areal.utils.closing import Closing
 
 SUCCESS = [make_group(number, [reward]) for number, reward in enumerate([1, 1, 1, 0])]
 FAILURE = [make_group(number, [reward]) for number, reward in enumerate([1, 0, 0, 0])]
 
 
-def take_steps(journal: Journal, steps: range) -> None:
-    for step in steps:
-        groups = make_batch(seed=step)
-        journal.step(step, groups, step_figures(groups, step, {"max_logprob_difference": step / 1000}))
+class Record(Closing):
+    """The journal of a run directory and the store that it is in."""
+
+    def __init__(self, run: RunDirectory, step: int = 0, account: Account | None = None, total: int = 6) -> None:
+        self.store = StoreWriter(run.path)
+        self.journal = Journal(run, self.store, total, step, account or Account())
+
+    def close(self) -> None:
+        self.journal.close()
+        self.store.close()
+
+    def step(self, step: int, groups: list[GroupResult], **policy: float) -> None:
+        """The tasks of each step are others, as in a run."""
+        groups = [replace(group, task_id=100 * step + group.task_id) for group in groups]
+        for group in groups:
+            self.store.ready(group)
+        figures = step_figures(groups, step, policy)
+        row = self.journal.commit(step, groups, WeightUpdate(step, "digest", ""), figures)
+        self.journal.step(step, groups, row)
+
+    def steps(self, steps: range) -> None:
+        for step in steps:
+            self.step(step, make_batch(seed=step), max_logprob_difference=step / 1000)
 
 
 def test_what_an_agent_records_stands_beside_the_figures_of_the_run_and_replaces_none(tmp_path: Path) -> None:
@@ -39,9 +63,9 @@ def test_what_an_agent_records_stands_beside_the_figures_of_the_run_and_replaces
     for name in (*figures, "step", "time_seconds", "tokens_per_second", "eval_reward", "mine", "huge"):
         groups[0].episodes[0].stats[name] = 1e308 if name == "huge" else float("nan") if name != "mine" else 7.0
     groups[0].episodes[1].stats["huge"] = 1e308
-    with Journal(run, 6, 0, Account()) as journal:
-        journal.step(1, groups, step_figures(groups, 1, {"loss": 0.5}))
-        assert journal.account.calls == figures["calls"]
+    with Record(run) as record:
+        record.step(1, groups, loss=0.5)
+        assert record.journal.account.calls == figures["calls"]
     (row,) = read_metrics(run.path)
     assert {name: row[name] for name in figures} == figures
     assert (row["step"], row["mine"], row["huge"]) == (1, 7.0, None)
@@ -57,12 +81,12 @@ def test_names_that_agents_record_are_bounded_over_a_run_and_its_resumption(
     run = make_directory(tmp_path)
     account = Account()
     for step in (1, 2):
-        with Journal(run, 6, step - 1, account) as journal:
+        with Record(run, step - 1, account) as record:
             groups = make_batch()
             groups[0].episodes[0].stats |= {f"{step}/{number}": 1.0 for number in range(MAX_FIGURES)}
             groups[0].episodes[1].stats |= {"1/0": 3.0, "stats_dropped": 2.0}
-            journal.step(step, groups, step_figures(groups, step, {"loss": 0.5}))
-            account = journal.account
+            record.step(step, groups, loss=0.5)
+            account = record.journal.account
     first, second = read_metrics(run.path)
     assert len(first.keys() | second.keys()) <= MAX_FIGURES + 8  # and what a row has besides figures
     assert (first["1/0"], second["1/0"]) == (2.0, 3.0)
@@ -74,19 +98,22 @@ def test_names_that_agents_record_are_bounded_over_a_run_and_its_resumption(
     run.close()
 
 
-def test_resumed_journal_drops_what_was_never_saved_and_goes_on(tmp_path: Path) -> None:
+def test_resumed_journal_goes_on_with_what_is_committed(tmp_path: Path) -> None:
     run = make_directory(tmp_path)
-    with Journal(run, 6, 0, Account()) as journal:
-        journal.evaluation(0, BEFORE, FAILURE, greedy=False)
-        take_steps(journal, range(1, 4))
-        saved = journal.account
-        take_steps(journal, range(4, 6))  # lost: the run is killed before its next checkpoint
-    with Journal(run, 6, 3, saved) as journal:
-        assert journal.account.calls == saved.calls == 3 * 16 + 4
-        assert journal.account.seconds >= saved.seconds
+    with Record(run) as record:
+        record.journal.evaluation(0, BEFORE, FAILURE, greedy=False)
+        record.steps(range(1, 4))
+        kept = record.journal.account
+        record.steps(range(4, 6))
+        record.store.take_back(3)
+    with Record(run, 3, kept) as record:
+        journal = record.journal
+        assert journal.account.calls == kept.calls == 3 * 16 + 4
+        assert journal.account.seconds >= kept.seconds
         assert journal.has_evaluation(BEFORE, greedy=False)
         assert not journal.has_evaluation(BEFORE, greedy=True)
-        take_steps(journal, range(4, 7))
+        assert [row["step"] for row in read_metrics(run.path)] == [0, 1, 2, 3]
+        record.steps(range(4, 7))
         journal.evaluation(6, AFTER, SUCCESS, greedy=False)
         summary = journal.summary()
     assert [row["step"] for row in read_metrics(run.path)] == [0, 1, 2, 3, 4, 5, 6, 6]
@@ -107,13 +134,14 @@ def test_resumed_journal_drops_what_was_never_saved_and_goes_on(tmp_path: Path) 
 
 def test_run_killed_before_its_first_checkpoint_keeps_its_first_evaluation(tmp_path: Path) -> None:
     run = make_directory(tmp_path)
-    with Journal(run, 6, 0, Account()) as journal:
-        journal.evaluation(0, BEFORE, FAILURE, greedy=False)
-        journal.evaluation(0, BEFORE, SUCCESS, greedy=True)
-        take_steps(journal, range(1, 3))
-    with Journal(run, 6, 0, Account()) as journal:
-        assert journal.has_evaluation(BEFORE, greedy=False)
-        assert journal.has_evaluation(BEFORE, greedy=True)
+    with Record(run) as record:
+        record.journal.evaluation(0, BEFORE, FAILURE, greedy=False)
+        record.journal.evaluation(0, BEFORE, SUCCESS, greedy=True)
+        record.steps(range(1, 3))
+        record.store.take_back(0)
+    with Record(run) as record:
+        assert record.journal.has_evaluation(BEFORE, greedy=False)
+        assert record.journal.has_evaluation(BEFORE, greedy=True)
     rows = read_metrics(run.path)
     assert [row["step"] for row in rows] == [0, 0]
     assert [row.get("eval_reward") or row.get("eval_greedy_reward") for row in rows] == [0.25, 0.75]
@@ -123,7 +151,8 @@ def test_run_killed_before_its_first_checkpoint_keeps_its_first_evaluation(tmp_p
 def test_an_evaluation_from_before_intervals_were_kept_is_still_compared_with(tmp_path: Path) -> None:
     run = make_directory(tmp_path)
     run.held_out.write_text('{"before": {"reward": 0.25, "tasks": 4, "rejected": 0, "is_success": true}}')
-    with Journal(run, 6, 6, Account(seconds=1.0)) as journal:
+    with Record(run, 6, Account(seconds=1.0)) as record:
+        journal = record.journal
         journal.evaluation(6, AFTER, SUCCESS, greedy=False)
         summary = journal.summary()
     assert summary["verdict"] == "held-out success 0.25 → 0.75 in 1 s"
@@ -133,9 +162,9 @@ def test_an_evaluation_from_before_intervals_were_kept_is_still_compared_with(tm
 
 def test_seconds_of_earlier_sessions_count(tmp_path: Path) -> None:
     run = make_directory(tmp_path)
-    with Journal(run, 6, 3, Account(seconds=100.0, calls=7)) as journal:
-        journal.start_clock()
-        summary = journal.summary()
+    with Record(run, 3, Account(seconds=100.0, calls=7)) as record:
+        record.journal.start_clock()
+        summary = record.journal.summary()
     assert 100 <= summary["seconds"] < 130
     assert "verdict" not in summary
     run.close()
@@ -143,11 +172,10 @@ def test_seconds_of_earlier_sessions_count(tmp_path: Path) -> None:
 
 def test_a_run_in_which_nothing_was_compared_does_not_claim_a_difference_of_zero(tmp_path: Path) -> None:
     run = make_directory(tmp_path)
-    with Journal(run, 2, 0, Account()) as journal:
+    with Record(run, total=2) as record:
         for step, seen in ((1, {}), (2, {"max_logprob_difference": 0.0})):
-            groups = make_batch(seed=step)
-            journal.step(step, groups, step_figures(groups, step, seen))
-            assert journal.summary()["max_logprob_difference"] == (0.0 if seen else None)
+            record.step(step, make_batch(seed=step), **seen)
+            assert record.journal.summary()["max_logprob_difference"] == (0.0 if seen else None)
     first, second = read_metrics(run.path)
     assert "max_logprob_difference" not in first
     assert second["max_logprob_difference"] == 0.0
@@ -163,34 +191,38 @@ def test_an_episode_counts_as_truncated_if_any_of_its_completions_was() -> None:
     assert step_figures([group], 5, {})["truncated"] == 0.75
 
 
-@pytest.mark.parametrize(
-    "content",
-    [b"", b"{", b"[]", b"7", b"null", b'{"before": 3}', b'{"before": {"reward": "high"}}', b'{"x": {"y": 1}}', b"\xff"],
-)
-def test_a_damaged_evaluation_is_left_out_in_one_line(
+DAMAGED = [
+    b"", b"{", b"[]", b"7", b"null", b'{"before": 3}', b'{"before": {"reward": "high"}}', b'{"x": {"y": 1}}', b"\xff"
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("content", DAMAGED)
+def test_a_damaged_evaluation_of_a_run_without_a_store_is_left_out_in_one_line(
     tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = make_directory(tmp_path)
-    with Journal(run, 6, 0, Account()) as journal:
-        journal.evaluation(0, BEFORE, FAILURE, greedy=False)
     run.held_out.write_bytes(content)
-    with Journal(run, 6, 2, Account()) as journal:
-        assert not journal.has_evaluation(BEFORE, greedy=False)
-        journal.evaluation(6, AFTER, SUCCESS, greedy=False)
-        assert "verdict" not in journal.summary()
+    with Record(run, 2) as record:
+        assert not record.journal.has_evaluation(BEFORE, greedy=False)
+        record.journal.evaluation(6, AFTER, SUCCESS, greedy=False)
+        assert "verdict" not in record.journal.summary()
     (line,) = [line for line in caplog.messages if " damaged" in line]
     assert line.endswith("held_out.json is damaged; the baseline evaluation is lost")
     run.close()
 
 
-def test_an_evaluation_that_is_not_known_any_more_is_measured_and_recorded_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("left", [b"{", None])
+def test_what_the_store_knows_of_an_evaluation_is_exported_again(tmp_path: Path, left: bytes | None) -> None:
     run = make_directory(tmp_path)
-    for content in (b"{", None):
-        with Journal(run, 6, 0, Account()) as journal:
-            if not journal.has_evaluation(BEFORE, greedy=False):
-                journal.evaluation(0, BEFORE, FAILURE, greedy=False)
-        if content is not None:
-            run.held_out.write_bytes(content)
+    with Record(run) as record:
+        record.journal.evaluation(0, BEFORE, FAILURE, greedy=False)
+    whole = run.held_out.read_bytes()
+    run.held_out.unlink()
+    if left is not None:
+        run.held_out.write_bytes(left)
+    with Record(run) as record:
+        assert record.journal.has_evaluation(BEFORE, greedy=False)
+    assert run.held_out.read_bytes() == whole
     assert [row["eval_reward"] for row in read_metrics(run.path)] == [0.25]
     run.close()
 

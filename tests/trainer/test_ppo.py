@@ -144,7 +144,8 @@ def test_checkpoints_without_a_manifest_are_loaded_if_they_can_be_read(
     run(ppo_config(tmp_path, model), monkeypatch)
     printed = capfd.readouterr().err
     assert "the checkpoint step-000003 is damaged (it cannot be read: " in printed
-    assert "(resuming after step 2)" in printed
+    assert "step-000002 is used instead" in printed
+    assert "(resuming after step 3)" in printed
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_over(

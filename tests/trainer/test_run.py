@@ -115,7 +115,8 @@ class OneStep(TrainingRun):
             engine=None,
             tokenizer=None,
             total_steps=3,
-            state={"step": 0},
+            store=None,
+            standing=SimpleNamespace(saved_step=0),
             fingerprint={},
             critic=None,
         )
