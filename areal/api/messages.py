@@ -216,6 +216,26 @@ class Stall:
 
 
 @dataclass
+class Doing:
+    """What a part of a run does or waits for when somebody asks. Times are relative, since clocks of hosts differ."""
+
+    part: str
+    """`rollout worker 0`"""
+    what: str
+    """The rest of a sentence that begins with the part: `waits for the model`."""
+    seconds: float | None = None
+    """For how long; None = that is not known, or does not matter."""
+    left_seconds: float | None = None
+    """How much longer at most; None = no deadline ends it."""
+    limit: str = ""
+    """The setting that says so, with its value; empty = none does."""
+    count: int = 1
+    """Parts that do the same; this is the one that has done it for longest."""
+    inside: list["Doing"] = field(default_factory=list)
+    """What the parts of this part do."""
+
+
+@dataclass
 class GroupResult:
     """All samples of one task."""
 

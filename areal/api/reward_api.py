@@ -25,6 +25,7 @@ from areal.api.errors import (
     RewardTimeout,
 )
 from areal.config.errors import require
+from areal.utils import waits
 from areal.utils.callables import is_async, name_of
 from areal.utils.logging import getLogger
 from areal.utils.process_pool.pool import (
@@ -137,13 +138,15 @@ class AsyncRewardWrapper:
         self.counts: Counter[str] = Counter()
         """Calls of this process by `Outcome`."""
         self._is_async = is_async(reward_fn)
+        self._what = f"waits for its reward function {name_of(reward_fn)}"
         self._packed: PackedFunction | None = None
 
     async def __call__(self, *args: Any, **kwargs: Any) -> Any:
         attempt = self._await_in_loop if self._is_async else self._run_in_pool
         for retries_left in range(self.max_retries, -1, -1):
             try:
-                result = await attempt(*args, **kwargs)
+                with waits.current().entered(self._what, self.timeout_seconds, "its timeout_seconds"):
+                    result = await attempt(*args, **kwargs)
             except CallError as error:
                 failure = error
             else:

@@ -191,6 +191,15 @@ def _declare_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--force", action="store_true", help="overwrite files that exist")
 
 
+def _declare_status(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help="the run's directory: output_dir/experiment_name/trial_name")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
+    parser.epilog = (
+        f"{parser.epilog} -- exit code: 0 = it runs, 3 = it is finished, 4 = it was stopped or killed and can go on, "
+        "5 = its driver gives no answer"
+    )
+
+
 @dataclass(frozen=True)
 class Verb:
     summary: str
@@ -206,6 +215,11 @@ VERBS = {
         _declare_train,
         "areal train --config examples/agent_workflow/config.yaml seed=2",
         imports_user_code=True,
+    ),
+    "status": Verb(
+        "say what each part of a run does or waits for",
+        _declare_status,
+        "areal status runs/sort-digits/one",
     ),
     "serve": Verb(
         "serve a model to OpenAI- or Anthropic-compatible clients",

@@ -46,14 +46,19 @@ class FreezeWatch:
         """When `check` is to be called next; each heartbeat and each check put it off."""
         self._pid = pid
         self._seconds = seconds
+        self._heard_at = now
         self._beats = False
         """Whether there was a heartbeat."""
         self._busy_at: int | None = None
         """The processor time that it had used when it was found silent; None since its last heartbeat."""
 
     def beat(self, now: float) -> None:
-        self._beats, self._busy_at = True, None
+        self._beats, self._busy_at, self._heard_at = True, None, now
         self.due = now + self._seconds
+
+    def silent_seconds(self, now: float) -> float:
+        """Since its last heartbeat, or since its start."""
+        return now - self._heard_at
 
     def check(self, now: float) -> str:
         """Why the process is frozen; empty = it is not, as far as one can tell."""

@@ -19,6 +19,10 @@ class LoopThread:
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         self._thread.start()
 
+    @property
+    def thread_id(self) -> int:
+        return self._thread.ident or 0
+
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run `work` there and wait for it here; an interrupted wait cancels it."""
         future = self.begin(work)

@@ -98,6 +98,11 @@ class StallWatch:
             self._handler_before = signal.signal(INTERRUPT, self._interrupt)
         self._thread.start()
 
+    @property
+    def blocked_seconds(self) -> float | None:
+        """For how long the callback that is blamed has run by now; None = none is."""
+        return None if self._stall is None else time.monotonic() - self._since
+
     def close(self) -> None:
         self._stop.set()
         if self._thread.is_alive():

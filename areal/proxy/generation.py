@@ -29,6 +29,7 @@ from areal.trajectory.rendering import LONG_TEXT, Renderer
 from areal.trajectory.tree import Completion, Draft, Prompt, Tree
 from areal.utils.background import Background
 from areal.utils.shorten import shown
+from areal.utils.waits import WAITS_FOR_MODEL
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -36,6 +37,7 @@ T = TypeVar("T")
 LONG_CALL = 1 << 16
 """Bytes of new messages and tools beyond which it takes tens of milliseconds to read and render them."""
 LONG_CALLS_AT_ONCE = 2
+TIMEOUT_SETTING = "proxy.limits.call_timeout_seconds"
 
 
 @dataclass(frozen=True)
@@ -175,8 +177,9 @@ class Generation:
             raise engine_failed(f"a long call was not read within {self._timeout_seconds:g} s") from None
 
     async def _whole(self, prepared: _PreparedCall) -> Reply:
-        async with asyncio.timeout(self._timeout_seconds):
-            responses = await self._generate(prepared)
+        with prepared.session.waits.entered(WAITS_FOR_MODEL, self._timeout_seconds, TIMEOUT_SETTING):
+            async with asyncio.timeout(self._timeout_seconds):
+                responses = await self._generate(prepared)
         return self._reply(prepared, [self._record(prepared, *numbered) for numbered in enumerate(responses)])
 
     async def _generate(self, prepared: _PreparedCall) -> list[ModelResponse]:
@@ -227,8 +230,9 @@ class Generation:
         deadline = asyncio.get_running_loop().time() + self._timeout_seconds
         async with aclosing(self.engine.astream(request)) as chunks:
             while True:
-                async with asyncio.timeout_at(deadline):  # not around a yield: there it would cancel the reader
-                    chunk = await anext(chunks, None)
+                with prepared.session.waits.entered(WAITS_FOR_MODEL, self._timeout_seconds, TIMEOUT_SETTING):
+                    async with asyncio.timeout_at(deadline):  # not around a yield: there it would cancel the reader
+                        chunk = await anext(chunks, None)
                 if chunk is None:
                     return
                 yield chunk

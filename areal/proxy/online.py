@@ -30,6 +30,7 @@ from areal.proxy.errors import ApiError, bad_request, rate_limited, unauthorized
 from areal.proxy.requests import keys_of, parse_object, read_body
 from areal.proxy.sessions import Session, SessionLimitReached, Sessions
 from areal.trajectory import assign_reward
+from areal.utils import waits
 from areal.utils.bounded_cache import BoundedCache
 from areal.utils.shorten import shown
 
@@ -102,8 +103,10 @@ class OnlineSessions:
         offer = _Offer(open_session, task, asyncio.get_running_loop().create_future())
         self._offers.append(offer)
         try:
-            online = await offer.taken
-            await online.outcome
+            with waits.current().entered("waits for an agent outside to take the task"):
+                online = await offer.taken
+            with waits.current().entered(lambda: _awaited_of(online)):
+                await online.outcome
         finally:
             if offer.taken.done() and not offer.taken.cancelled():  # it may be taken in the moment of a cancellation
                 await self._close(offer.taken.result())
@@ -189,6 +192,13 @@ class OnlineSessions:
             online.timer.cancel()
         if self._by_id.pop(online.id, None) is not None:
             self._completed_ids.put(online.id, None)
+
+
+def _awaited_of(online: OnlineSession) -> str:
+    if online.session.calls:
+        return "waits for the model, which its agent outside has called"
+    missing = "reward" if online.session.ended else "next call, reward or end"
+    return f"waits for the {missing} of its agent outside ({len(online.session.tree.completions)} calls were answered)"
 
 
 def _none_available(message: str) -> ApiError:

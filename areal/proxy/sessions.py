@@ -18,6 +18,7 @@ from areal.proxy.retries import Retries
 from areal.trajectory.tree import Tree
 from areal.utils.bounded_cache import BoundedCache
 from areal.utils.seeds import CallSeeds
+from areal.utils.waits import Waits, current
 
 NO_SESSION_KEY = "areal-no-session"
 """The key of a client that was made without a session's; calls with it are answered with the remedy."""
@@ -79,6 +80,8 @@ class Session:
     ended: bool = False
     name: str = field(default_factory=lambda: secrets.token_hex(8))
     """What engines know it by; unlike its key and token it opens nothing."""
+    waits: Waits = field(default_factory=current)
+    """Of the episode that it belongs to."""
     seeds: CallSeeds | None = None
     """Where the seeds of its calls come from; None = the engine makes up one for each call that sets none."""
 

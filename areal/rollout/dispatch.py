@@ -17,6 +17,7 @@ from areal.api.errors import GroupLost, WeightMismatch, WorkflowError
 from areal.api.messages import GroupResult, GroupTask
 from areal.infra.stalls import StallLog
 from areal.utils.logging import getLogger
+from areal.utils.waits import Waits
 
 logger = getLogger("rollout")
 
@@ -42,6 +43,8 @@ class Dispatch:
         """`group_seconds`: a worker that takes longer for a group is stuck; None = trust its episodes' own deadline."""
         self.weights = WeightCheck()
         self.stalls = StallLog()
+        self.sent = Waits()
+        """The groups that are with workers."""
         self._workers = list(workers)
         self._load = Counter[int]()
         self._group_seconds = group_seconds
@@ -66,8 +69,9 @@ class Dispatch:
         deadline = asyncio.timeout(None)
         try:
             await workers[index].until_present()
-            async with asyncio.timeout(self._group_seconds) as deadline:
-                return await workers[index].run_group(task)
+            with self.sent.entered(f"task {task.task_id}", self._group_seconds):
+                async with asyncio.timeout(self._group_seconds) as deadline:
+                    return await workers[index].run_group(task)
         except TimeoutError:
             if not deadline.expired():
                 raise

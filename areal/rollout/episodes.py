@@ -15,8 +15,9 @@ from typing import Any, Protocol
 from areal.api.errors import AgentFailed, EpisodeRejected, EpisodeTimeout, RejectReason
 from areal.api.messages import Episode, Rejection
 from areal.infra.stalls import LoopBlocked
+from areal.infra.status import line_of_task
 from areal.infra.workflow_context import WorkflowContext
-from areal.utils import stats_tracker
+from areal.utils import stats_tracker, waits
 from areal.utils.background import in_thread
 from areal.utils.callables import is_async
 from areal.utils.logging import getLogger
@@ -24,6 +25,7 @@ from areal.utils.logging import getLogger
 GRACE_SECONDS = 5.0
 """How long cancelled code may take to end before it is abandoned."""
 DETAIL_CHARACTERS = 500
+TIMEOUT_SETTING = "rollout.agent.timeout_seconds"
 
 Digests = dict[int, str]
 """The weights that an episode was sampled with: version -> digest."""
@@ -90,14 +92,15 @@ async def bounded(start: Start, seconds: float, name: str, *, grace_seconds: flo
     """
     task = asyncio.ensure_future(_contained(start))
     try:
-        done, _ = await asyncio.wait((task,), timeout=seconds)
+        with waits.current().entered("runs its own code", seconds, TIMEOUT_SETTING, lambda: line_of_task(task)):
+            done, _ = await asyncio.wait((task,), timeout=seconds)
     except asyncio.CancelledError:
         await _stop(task, name, grace_seconds)
         raise
     if done:
         return _outcome(task, name)
     where = await _stop(task, name, grace_seconds)
-    raise EpisodeTimeout(f"{name} took longer than rollout.agent.timeout_seconds={seconds:g}") from where
+    raise EpisodeTimeout(f"{name} took longer than {TIMEOUT_SETTING}={seconds:g}") from where
 
 
 async def _contained(start: Start) -> Any:

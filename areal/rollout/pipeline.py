@@ -12,13 +12,16 @@ more is started and every waiting call raises it.
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from areal.api.errors import NothingAccepted, RejectReason
-from areal.api.messages import GroupResult, GroupTask, Rejection
+from areal.api.messages import Doing, GroupResult, GroupTask, Rejection
 from areal.infra.stalls import StallLog
+from areal.infra.status import of_wait
 from areal.rollout.admission import Admission
 from areal.rollout.dispatch import Dispatch, GroupWorker, pack_task
+from areal.utils import waits
 from areal.utils.logging import getLogger
 
 LOGGED_PER_REASON = 2
@@ -122,7 +125,8 @@ class Pipeline:
 
     async def take(self, count: int) -> list[GroupResult]:
         """The next `count` groups, oldest first, none staler than allowed."""
-        await self._until(lambda: len(self._ready) >= count)
+        with waits.current().entered(lambda: f"waits for {count - len(self._ready)} of {count} groups"):
+            await self._until(lambda: len(self._ready) >= count)
         return self._ready.take(count)
 
     def pop_rejected(self) -> list[int]:
@@ -138,6 +142,22 @@ class Pipeline:
         A task's number follows from its place, so that what it samples does too: the same again for the same weights.
         """
         running: list[asyncio.Task[GroupResult]] = []
+
+        def describe() -> str:
+            return f"waits for an evaluation of {len(tasks)} tasks: {sum(each.done() for each in running)} are done"
+
+        with waits.current().entered(describe):
+            return await self._evaluate(tasks, running, greedy=greedy, max_running=max_running)
+
+    async def _evaluate(
+        self,
+        tasks: Sequence[dict[str, Any]],
+        running: list[asyncio.Task[GroupResult]],
+        *,
+        greedy: bool,
+        max_running: int,
+    ) -> list[GroupResult]:
+        """`running` is filled."""
         try:
             self._evaluations_waiting += 1
             try:
@@ -152,6 +172,29 @@ class Pipeline:
         finally:
             await _end(running)
             self._admit()
+
+    def doing(self) -> Doing:
+        """Where the groups are, and why no more are started."""
+        admission, sent = self.admission, self._dispatch.sent.now()
+        what = f"has {admission.running} groups running and {admission.ready} ready to be trained"
+        if why := self._why_none_starts():
+            what += f"; no more start {why}"
+        if not sent:
+            return Doing("the pipeline", what)
+        return replace(of_wait("the pipeline", sent[0]), what=f"{what}; the oldest, of {sent[0].what}, runs")
+
+    def _why_none_starts(self) -> str:
+        """Empty = they do, or as many run as may."""
+        admission = self.admission
+        if not self._dispatch.weights.published:
+            return "before the first weights are published"
+        if self._evaluations_waiting:
+            return "before an evaluation has what it needs"
+        if admission.capacity() or admission.running >= admission.max_running:
+            return ""
+        if admission.consumed + admission.ready + admission.running >= admission.total_groups:
+            return "because the last steps have theirs"
+        return f"before version {admission.version + 1} (rollout.max_head_offpolicyness={admission.max_staleness})"
 
     def fail(self, error: BaseException) -> None:
         """Calls that wait for groups raise this error."""

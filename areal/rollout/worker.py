@@ -23,6 +23,7 @@ from areal.api.errors import GroupLost, WeightMismatch
 from areal.api.io_struct import add_digests
 from areal.api.messages import (
     WORKER_ROLE,
+    Doing,
     EngineAddress,
     Episode,
     GroupResult,
@@ -36,8 +37,10 @@ from areal.infra import workflow_context
 from areal.infra.rpc.channel import Channel, Handler
 from areal.infra.rpc.connect import connect_to_driver, read_secret
 from areal.infra.rpc.shipping import local_model
+from areal.infra.rpc.status import start_answering
 from areal.infra.rpc.wire import api_wire
 from areal.infra.stalls import StallLog, StallWatch
+from areal.infra.status import doing_of, together
 from areal.infra.workflow_context import WorkflowContext
 from areal.proxy import NO_SESSION_KEY, Proxy
 from areal.rollout.dispatch import GroupWorker
@@ -46,8 +49,10 @@ from areal.rollout.loading import Fillers
 from areal.rollout.runners import AgentPool, RunnerParts, make_runner
 from areal.rollout.runners.agent import environment
 from areal.trajectory.tensors import RowLimits
+from areal.utils import waits
 from areal.utils.hf_utils import load_hf_processor, load_hf_tokenizer
 from areal.utils.seeds import derived_seed
+from areal.utils.waits import Waits
 
 
 async def serve_worker(index: int) -> None:
@@ -82,6 +87,11 @@ async def serve_worker(index: int) -> None:
         "follow": follow,
         "cpu_seconds": time.process_time,
     }
+
+    async def doing() -> list[Doing]:
+        return [] if worker is None else await worker.doing()
+
+    start_answering(secret, doing, lambda: None if worker is None else worker.blocked_seconds)
     connected = await connect_to_driver(WORKER_ROLE, index, handlers=handlers, wire=api_wire(), secret=secret)
     driver.set_result(connected)
     await connected.closed
@@ -106,6 +116,9 @@ class RolloutWorker(GroupWorker):
         self._connections: EngineConnections | None = None
         self._timeout_seconds = timeout_seconds
         self._seed = seed
+        self._episodes: dict[Waits, str] = {}
+        """What each that runs waits for, and what people call it."""
+        self._stall_watch: StallWatch | None = None
         self._ended_stalls: deque[Stall] = deque()
         """Since the last group ended; a thread appends to it."""
         self._closing = AsyncExitStack()
@@ -191,6 +204,21 @@ class RolloutWorker(GroupWorker):
         assert self._connections is not None, "only a worker that was started has engines elsewhere"
         await self._connections.follow(engines)
 
+    async def doing(self) -> list[Doing]:
+        """What its episodes do: one line for all that do the same."""
+        doings = [doing_of(name, waits) or Doing(name, "is being read") for waits, name in self._episodes.items()]
+        asked = {} if self._engines is None else self._engines.in_flight
+        told = together(doings)
+        if self._episodes and self._engines is not None:
+            shares = ", ".join(f"{count} of {name.partition(' #')[0]}" for name, count in asked.items())
+            told.append(Doing("it", f"has asked for answers: {shares}" if asked else "knows no engine that serves"))
+        return told
+
+    @property
+    def blocked_seconds(self) -> float | None:
+        """For how long its event loop has been blocked; None = it is not, or nobody watches it."""
+        return None if self._stall_watch is None else self._stall_watch.blocked_seconds
+
     async def aclose(self) -> None:
         await self._closing.aclose()
 
@@ -204,7 +232,14 @@ class RolloutWorker(GroupWorker):
             workflow=runner.name,
             seed=None if seed is None else derived_seed(seed, kind, task.task_id, number),
         )
-        return await run_episode(runner, data, context, greedy=task.greedy, seconds=self._timeout_seconds)
+        kind = "evaluation task" if task.is_eval else "task"
+        with waits.of(Waits()) as own:
+            sample = f", sample {number + 1} of {task.n_samples}," if task.n_samples > 1 else ""
+            self._episodes[own] = f"{kind} {abs(task.task_id)}{sample}"
+            try:
+                return await run_episode(runner, data, context, greedy=task.greedy, seconds=self._timeout_seconds)
+            finally:
+                del self._episodes[own]
 
     async def _make_runners(self, setup: WorkerSetup, engine: InferenceEngine, fillers: Fillers) -> dict[bool, Runner]:
         agent, pool = setup.rollout.agent, None
@@ -240,6 +275,7 @@ class RolloutWorker(GroupWorker):
 
         watch = StallWatch(seconds, log.begin, on_end, limit_seconds=self._timeout_seconds, entries=(call.__code__,))
         watch.start()
+        self._stall_watch = watch
         self._closing.callback(watch.close)
 
 

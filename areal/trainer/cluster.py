@@ -32,6 +32,15 @@ class Cluster(Closing):
         self.shipper = Shipper(shipped)
         self.processes = Processes(config, logs, self.fail, self.shipper.handlers)
 
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        return self._loop.loop
+
+    @property
+    def thread_id(self) -> int:
+        """Of the thread of the event loop."""
+        return self._loop.thread_id
+
     def reserve(self, asks: Sequence[Ask]) -> None:
         """Places for all processes of the run, or for none."""
         self.wait(self.processes.reserve(asks))

@@ -27,6 +27,7 @@ from rich.text import Text
 from areal.api.messages import Episode
 from areal.utils.closing import Closing
 from areal.utils.logging import ROOT
+from areal.utils.shorten import duration
 
 PLAIN_LINES = 20
 """About how many lines a whole run prints where there is no terminal."""
@@ -156,16 +157,6 @@ def _redirect_logs(before: Any) -> Callable[[], None]:
             handler.setStream(before)
 
     return restore
-
-
-def duration(seconds: float) -> str:
-    """`8 s`, `3 min 20 s`, `2 h 5 min`."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
 class Announcer(Closing):

@@ -386,6 +386,7 @@ class _Connection:
     pid = 0
     host = ""
     log_path = Path()
+    silence: tuple[float, float] | None = None
 
     def __init__(self, name: str, channel: Channel) -> None:
         self.name = name

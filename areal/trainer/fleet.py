@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from areal.api.engine_api import WeightUpdate
 from areal.api.errors import RejectReason
-from areal.api.messages import WORKER_ROLE, EngineAddress, GroupResult, WorkerSetup
+from areal.api.messages import WORKER_ROLE, Doing, EngineAddress, GroupResult, WorkerSetup
 from areal.config.experiment import PPOConfig
 from areal.engine.models import max_positions, vocab_size
 from areal.infra.scheduler import Ask
@@ -26,7 +26,9 @@ from areal.trainer.cluster import Cluster
 from areal.trainer.engines import Engines, EngineState, engine_asks
 from areal.trainer.processes import ask
 from areal.trainer.ranks import rank_asks
+from areal.trainer.status import RunStatus
 from areal.trainer.workers import RemoteWorker, worker_ask
+from areal.utils import waits
 from areal.utils.closing import Closing
 
 if TYPE_CHECKING:
@@ -80,10 +82,12 @@ class Fleet(Closing):
         logs: Path,
         engine_threads: int,
         cluster: Cluster | None = None,
+        status: RunStatus | None = None,
     ) -> None:
         """Start every process; raises at once if one cannot start.
 
-        `cluster`: one that others use too, with places reserved for `all_asks`; None = one of its own.
+        `cluster`: one that others use too, with places reserved for `all_asks`; None = one of its own. `status` is told
+        to look at it, from before its processes start.
         """
         self._config = config
         self.cluster = cluster or Cluster(config.scheduler, logs, [model, tokenizer])
@@ -96,6 +100,9 @@ class Fleet(Closing):
         self._following: set[asyncio.Task[None]] = set()
         self._engines: Engines | None = None
         self.cluster.when_failed(self._give_up)
+        self._status = status
+        if status is not None:
+            status.watch(self.cluster, self)
         try:
             self._engines = Engines.of(
                 config.rollout, model, self._processes, self._tell_workers, threads=engine_threads
@@ -115,6 +122,8 @@ class Fleet(Closing):
                 vocab_size=vocab_size(model),
             )
             self.cluster.wait(self._start(setup, self._engines))
+            if status is not None:
+                status.reachable_at(self._processes.host)
         except BaseException:
             self.close()
             raise
@@ -167,7 +176,8 @@ class Fleet(Closing):
 
         async def publish() -> None:
             self.cluster.shipper.published = update
-            await self._started_engines.publish(update)
+            with waits.current().entered(f"publishes version {update.version}"):
+                await self._started_engines.publish(update)
             self._running.publish(update.version, update.digest)
 
         self.cluster.wait(publish())
@@ -211,6 +221,13 @@ class Fleet(Closing):
             status.sampled_tokens = pipeline.sampled_tokens
         return status
 
+    async def doings(self) -> list[Doing]:
+        """What the driver knows of its own parts. Call it on the event loop."""
+        told = [self._pipeline.doing()] if self._pipeline is not None else []
+        if self._local is not None:
+            told.append(Doing(f"{WORKER_ROLE} 0", "runs in the driver", inside=await self._local.doing()))
+        return told
+
     def cpu_seconds(self) -> dict[str, float]:
         """Processor time of every process so far."""
         return self.cluster.wait(self._processes.cpu_seconds())
@@ -232,6 +249,8 @@ class Fleet(Closing):
         self.cluster.call_soon(function)
 
     def close(self) -> None:
+        if self._status is not None:
+            self._status.forget()
         try:
             if self._pipeline is not None:
                 self.cluster.finish(self._pipeline.aclose())

@@ -113,6 +113,7 @@ class PPOTrainer(Trainer):
                         logs=parts.directory.logs,
                         engine_threads=threads.engine,
                         cluster=parts.cluster,
+                        status=parts.status,
                     )
                 with fleet, parts.showing(fleet):
                     return _PPORun(plan, parts, update, journal, fleet).execute()

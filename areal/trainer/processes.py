@@ -15,20 +15,25 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
 from areal.api.errors import ArealError, EngineError, ProcessDied, RanksLost
-from areal.api.messages import RANK_ROLE, WORKER_ROLE
+from areal.api.messages import RANK_ROLE, WORKER_ROLE, Doing
 from areal.config.resources import Resources
 from areal.config.training import SchedulerConfig
 from areal.engine.model.published import shared_memory
 from areal.infra.rpc.channel import Channel, ChannelClosed, Handler
 from areal.infra.rpc.connect import ConnectedProcess, DriverListener
 from areal.infra.rpc.shipping import SCRATCH_VARIABLE, SHARED_VARIABLE
+from areal.infra.rpc.status import ProcessStatus
 from areal.infra.rpc.wire import api_wire
 from areal.infra.scheduler import Ask, Command, Placement, make_scheduler
+from areal.infra.status import doing_of
+from areal.utils import waits
 from areal.utils.logging import getLogger
+from areal.utils.waits import Waits
 
 ASK_SECONDS = 10.0
 CAUSE_SECONDS = 2.0
@@ -43,6 +48,11 @@ def ask(name: str, resources: Resources, gpus: int | None) -> Ask:
 
 
 class ProcessPlace(Protocol):
+    @property
+    def name(self) -> str:
+        """What people call its process: `rollout worker 0`."""
+        ...
+
     role: str
     """Whose restarts count together."""
     ask: Ask | None
@@ -63,6 +73,16 @@ class ProcessPlace(Protocol):
         ...
 
 
+@dataclass
+class _Filling:
+    """How a place is filled now."""
+
+    role: str
+    waits: Waits = field(default_factory=Waits)
+    """What its process is waited for with."""
+    placement: Placement | None = None
+
+
 class Processes:
     """What fills the places of a run, until `close`."""
 
@@ -79,6 +99,9 @@ class Processes:
         self._logs = logs
         self._on_failure = on_failure
         self._listener = DriverListener(api_wire(), handlers)
+        self.status = ProcessStatus()
+        self._filling: dict[str, _Filling] = {}
+        """By the name of the process."""
         self.shared_memory = self._scheduler.scratch(shared_memory())
         """A directory for the weights that engines map."""
         self._shared = _new_directory()
@@ -102,10 +125,18 @@ class Processes:
         """The run's, which its processes prove to know to each other."""
         return self._listener.secret
 
+    @property
+    def host(self) -> str:
+        """The address of this machine where its processes reach the driver; valid after `reserve`."""
+        return self._scheduler.host
+
     async def reserve(self, asks: Sequence[Ask]) -> None:
         """Places for all of them, or for none. Without this, `start` reserves those of the places that it fills."""
-        await self._scheduler.reserve(asks, self._config.place_seconds)
+        seconds = self._config.place_seconds
+        with waits.current().entered(f"waits for places for {len(asks)} processes", seconds, "scheduler.place_seconds"):
+            await self._scheduler.reserve(asks, seconds)
         await self._listener.open(f"tcp:{self._scheduler.host}:0")
+        await self.status.open(self._scheduler.host, self._listener.secret)
         self._asks = {ask.name: ask for ask in asks}
         self._reserved = True
 
@@ -121,7 +152,8 @@ class Processes:
             self._budgets.setdefault(place.role, RestartBudget(limit))
         if not self._reserved:
             await self.reserve([*set_aside, *(place.ask for place in places if place.ask is not None)])
-        placements = await asyncio.gather(*(self._fill(place) for place in places))
+        with waits.current().entered(f"starts {len(places)} processes"):
+            placements = await asyncio.gather(*(self._fill(place) for place in places))
         for place, placement in zip(places, placements, strict=True):
             keeping = asyncio.ensure_future(self._keep(place, placement))
             keeping.add_done_callback(self._fail_with)
@@ -137,6 +169,7 @@ class Processes:
             SHARED_VARIABLE: self._shared,
             **env,
             **self._listener.env,
+            **self.status.env(name),
         }
         log = self._logs / f"{name.replace(' ', '-')}.log"
         argv = [sys.executable, "-m", *module]
@@ -172,20 +205,40 @@ class Processes:
         await asyncio.gather(*(ask(name, channel) for name, channel in self._channels.items()))
         return {"driver": time.process_time(), **self._cpu_seconds}
 
+    def doings(self) -> dict[str, Doing]:
+        """What the driver knows of each process, by its name. Call it on the event loop."""
+        return {name: self._doing(name, filling) for name, filling in self._filling.items()}
+
+    def _doing(self, name: str, filling: _Filling) -> Doing:
+        placement = filling.placement
+        if (starting := doing_of(name, filling.waits)) is not None:
+            used = self._budgets[filling.role].describe()
+            return replace(starting, what=f"is being started{f' again ({used})' if used else ''}: it {starting.what}")
+        if placement is None or placement.returncode is not None:
+            return Doing(name, "has ended" if placement is None else f"has ended: {placement.describe_exit()}")
+        if placement.silence is not None:
+            silent, left = placement.silence
+            what = "is frozen: it shows no sign of life, and is killed and started again"
+            return Doing(name, what, silent, left, f"scheduler.heartbeat_seconds={self._config.heartbeat_seconds:g}")
+        return Doing(name, "runs")
+
     async def close(self) -> None:
         for task in self._keeping:
             task.cancel()
         await asyncio.gather(*self._keeping, return_exceptions=True)
         await self._listener.close()
         await self._scheduler.close()
+        await asyncio.to_thread(self.status.close)
 
     async def _fill(self, place: ProcessPlace) -> Placement:
         """Start a place's first process. One that is killed meanwhile is started again; one that gives up is not."""
+        filling = self._filling[place.name] = _Filling(place.role)
         while True:
             placement = None
             try:
-                placement = await place.start()
-                await _join(place, placement)
+                with waits.of(filling.waits):
+                    placement = filling.placement = await place.start()
+                    await _join(place, placement)
             except ProcessDied as died:
                 self.deaths[place.role] += 1
                 if placement is not None:  # otherwise it was its keeper that died
@@ -200,7 +253,7 @@ class Processes:
 
     async def _keep(self, place: ProcessPlace, placement: Placement) -> None:
         """Fill the place again whenever its process has ended, as often as the budget of its role allows."""
-        died = ""
+        died, filling = "", self._filling[place.name]
         while True:
             if not died:
                 await placement.wait()
@@ -212,13 +265,15 @@ class Processes:
                 return
             logger.warning("%s; it is started again, and what it was doing is done again", died)
             try:
-                placement = await place.start()
+                with waits.of(filling.waits):
+                    placement = filling.placement = await place.start()
             except (ArealError, OSError) as error:
                 died = f"it cannot be started again: {error}"
                 continue
             died = ""
             try:
-                await _join(place, placement)
+                with waits.of(filling.waits):
+                    await _join(place, placement)
             except Exception as error:
                 if placement.returncode is None:
                     self._on_failure(error)
@@ -276,6 +331,11 @@ class RestartBudget:
         self.limit = limit
         self._clock = clock
         self._spent: list[float] = []
+
+    def describe(self) -> str:
+        """How much of it is used; empty if nothing is."""
+        spent = sum(self._clock() - each < HOUR_SECONDS for each in self._spent)
+        return f"{spent} of {self.limit} restarts within an hour are used" if spent else ""
 
     def spend(self) -> bool:
         """Whether one more is allowed; it then counts."""

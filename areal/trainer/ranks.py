@@ -31,12 +31,25 @@ from areal.infra.rpc.channel import Channel, ChannelClosed
 from areal.infra.scheduler import Ask, Placement
 from areal.trainer.cluster import Cluster
 from areal.trainer.processes import Processes, ask
+from areal.utils import waits
 
 START_SECONDS = 120.0
 CALL_SECONDS = 3600.0
 """A large model takes its time to be read, and a long batch to be computed."""
 DEATH_SECONDS = 15.0
 """Ranks notice at once that one of them is gone, and fail; that it has died is known later, from another host last."""
+VERBS = {
+    "open_store": "open the place where they meet",
+    "set_up": "meet",
+    "open_model": "read the model",
+    "open_reference": "read the reference model",
+    "scores": "compute log-probs or values",
+    "train_batch": "compute an update",
+    "publish": "write the new weights",
+    "begin_checkpoint": "begin a checkpoint",
+    "finish_checkpoint": "write a checkpoint",
+}
+"""What ranks do when they are called, for people."""
 UNEVEN_SHARE = 1.1
 """Whole groups are dealt while the largest share has at most this much of the mean; else single sequences are."""
 
@@ -63,18 +76,22 @@ class RankPlace:
         self._processes = processes
         self._channel: Channel | None = None
 
+    @property
+    def name(self) -> str:
+        return _name(self._rank)
+
     async def start(self) -> Placement:
         env = {"OMP_NUM_THREADS": str(self._threads)}
-        return await self._processes.spawn(_name(self._rank), ["areal.engine.sharded.rank", str(self._rank)], env)
+        return await self._processes.spawn(self.name, ["areal.engine.sharded.rank", str(self._rank)], env)
 
     async def join(self, placement: Placement) -> None:
         arrival = await self._processes.expect(RANK_ROLE, self._rank, placement, timeout_seconds=START_SECONDS)
         self._channel = arrival.channel
-        self._processes.count_cpu(_name(self._rank), arrival.channel)
+        self._processes.count_cpu(self.name, arrival.channel)
 
     async def call(self, method: str, *arguments: Any, timeout_seconds: float) -> Any:
         if self._channel is None:
-            raise ChannelClosed(f"{_name(self._rank)} has ended")
+            raise ChannelClosed(f"{self.name} has ended")
         return await self._channel.call(method, *arguments, timeout_seconds=timeout_seconds)
 
     def leave(self) -> None:
@@ -295,8 +312,15 @@ class _RankProcesses:
             asyncio.ensure_future(place.call(method, *each, timeout_seconds=seconds))
             for place, each in zip(self._places, arguments, strict=False)
         ]
+
+        def describe() -> str:
+            missing = [str(rank) for rank, call in enumerate(calls) if not call.done()]
+            who = "all ranks" if len(missing) == len(calls) else f"rank {' and '.join(missing)}"
+            return f"waits for {who} to {VERBS.get(method, method)}"
+
         try:
-            return await asyncio.gather(*calls)
+            with waits.current().entered(describe, seconds):
+                return await asyncio.gather(*calls)
         except NonFiniteUpdate:  # all of them raise it, and go on
             await asyncio.gather(*calls, return_exceptions=True)
             raise

@@ -41,10 +41,13 @@ from areal.trainer.processes import RestartBudget
 from areal.trainer.ranks import rank_asks
 from areal.trainer.resume import Standing, find_standing
 from areal.trainer.run_directory import RunDirectory, explained_storage_errors, without_secrets
+from areal.trainer.status import RunStatus
 from areal.trainer.tasks import digest_of_tasks
+from areal.utils import waits
 from areal.utils.closing import Closing
 from areal.utils.hf_utils import load_hf_tokenizer
 from areal.utils.shorten import first_line
+from areal.utils.waits import Waits
 
 if TYPE_CHECKING:
     from areal.trainer.exporter import Exporter
@@ -54,6 +57,8 @@ UNKEPT = {"critic.path": None}
 """What runs had before their checkpoints kept it."""
 RANKS_PER_CORE = 4
 """On one machine: more would wait for each other rather than compute."""
+SAVE_SECONDS = 3600.0
+"""How long a checkpoint may take to be written while training goes on: as long as a call of ranks may."""
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -83,6 +88,8 @@ class RunParts:
     """The value model beside the policy, restored as the engine is."""
     exporter: "Exporter | None" = None
     """What shows the run to Prometheus, if metrics.port is set."""
+    status: RunStatus | None = None
+    """What tells people why nothing happens; None = nothing does."""
 
     def showing(self, fleet: "Fleet") -> AbstractContextManager[None]:
         """Show what the fleet does, until the end of the block, if anything is shown."""
@@ -117,12 +124,17 @@ class Trainer(Closing):
         self._directory: RunDirectory | None = None
         self._exporter: Exporter | None = None
         """It stays when ranks are lost and the run goes on."""
+        self._status: RunStatus | None = None
+        """So does this."""
 
     def close(self) -> None:
         """Let another process have the run's directory."""
         if self._exporter is not None:
             self._exporter.close()
             self._exporter = None
+        if self._status is not None:
+            self._status.close()
+            self._status = None
         if self._directory is not None:
             self._directory.close()
             self._directory = None
@@ -136,7 +148,11 @@ class Trainer(Closing):
 
             self._exporter = Exporter(self.config, directory, self._total_steps)
             display.say(f"metrics for Prometheus at {self._exporter.url}")
+        status = self._status = self._status or RunStatus(
+            directory.path, self._total_steps, self.config.scheduler.address
+        )
         with ExitStack() as stack:
+            stack.enter_context(waits.of(status.trainer))
             stack.enter_context(explained_storage_errors(directory.path))
             cluster = stack.enter_context(self._open_cluster(directory.logs)) if self.config.actor.backend else None
             engine = stack.enter_context(closing(open_learner(self.config, self._model, optimizer_steps, cluster)))
@@ -166,6 +182,7 @@ class Trainer(Closing):
                 cluster,
                 critic,
                 self._exporter,
+                status,
             )
             if parts.exporter is not None:
                 parts.exporter.begin(standing.step)
@@ -227,6 +244,8 @@ class Trainer(Closing):
 
     def _open_cluster(self, logs: Path) -> Cluster:
         cluster = Cluster(self.config.scheduler, logs, [self._model, self._tokenizer_dir])
+        assert self._status is not None, "the run is being opened"
+        self._status.watch(cluster)
         try:
             cluster.reserve(self._asks())
         except BaseException:
@@ -281,6 +300,9 @@ class TrainingRun(ABC):
         self._between_steps = False
         """The weights are not those of `_step`: there is a step that is not written down yet."""
         self._interruption = Interruption(on_interrupt)
+        self._status = parts.status
+        if parts.status is not None:
+            parts.status.follow(lambda: self._step, progress.say)
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._saving: Future[Any] | None = None
         """A checkpoint that is being written."""
@@ -333,7 +355,8 @@ class TrainingRun(ABC):
         self._wait_until_saved()
         target = self._directory.checkpoint(self._step)
         state = {"step": self._step, "fingerprint": self._fingerprint, **self._state()}
-        finish = begin_checkpoint(target, self._engine, self._tokenizer, state, self._critic)
+        with waits.current().entered(f"writes the checkpoint of step {self._step}"):
+            finish = begin_checkpoint(target, self._engine, self._tokenizer, state, self._critic)
         if finish is None:
             self._keep_checkpoint(self._step)
         else:
@@ -341,7 +364,9 @@ class TrainingRun(ABC):
         return target
 
     def _finish_checkpoint(self, step: int, finish: Callable[[], None]) -> None:
-        finish()
+        saving = Waits() if self._status is None else self._status.saving
+        with saving.entered(f"of step {step} is being written", SAVE_SECONDS):
+            finish()
         self._keep_checkpoint(step)
 
     def _keep_checkpoint(self, step: int) -> None:
@@ -352,13 +377,15 @@ class TrainingRun(ABC):
 
     def _wait_until_saved(self) -> None:
         saving, self._saving = self._saving, None
-        if saving is not None:
-            saving.result()
+        if saving is None:
+            return
+        with waits.current().entered("waits until the checkpoint before is written", SAVE_SECONDS):
+            saving.result(SAVE_SECONDS)
 
     def _let_saving_end(self) -> None:
         """A checkpoint whose ranks are lost fails, or is whole: nothing of it is written once the run has gone on."""
         if self._saving is not None:
-            wait([self._saving])
+            wait([self._saving], SAVE_SECONDS)
 
     def _stop_as_asked(self) -> None:
         """Whatever ends a job may end its ranks too, and it is over then."""

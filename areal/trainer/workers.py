@@ -11,6 +11,7 @@ from areal.infra.scheduler import Ask, Placement
 from areal.rollout.dispatch import GroupWorker
 from areal.trainer.engines import Engines
 from areal.trainer.processes import Processes
+from areal.utils import waits
 
 START_SECONDS = 120.0
 SETUP_SECONDS = 300.0
@@ -39,7 +40,7 @@ class RemoteWorker(GroupWorker):
     async def start(self) -> Placement:
         # One thread: episodes wait for the engine, and what they compute themselves must not crowd it out.
         env = {"OMP_NUM_THREADS": "1"}
-        return await self._processes.spawn(self._name, ["areal.rollout.worker", str(self._index)], env)
+        return await self._processes.spawn(self.name, ["areal.rollout.worker", str(self._index)], env)
 
     async def join(self, placement: Placement) -> None:
         arrival = await self._processes.expect(
@@ -51,8 +52,9 @@ class RemoteWorker(GroupWorker):
         )
         await self._engines.group.until_serving()
         setup = replace(self._setup, engines=self._engines.serving)
-        await arrival.channel.call("setup", pickle.dumps(setup), timeout_seconds=SETUP_SECONDS)
-        self._processes.count_cpu(self._name, arrival.channel)
+        with waits.current().entered("constructs the workflow", SETUP_SECONDS):
+            await arrival.channel.call("setup", pickle.dumps(setup), timeout_seconds=SETUP_SECONDS)
+        self._processes.count_cpu(self.name, arrival.channel)
         self._channel = arrival.channel
         self.follow(self._engines.serving)  # others than in its setup may serve by now
         self._connected.set()
@@ -86,5 +88,5 @@ class RemoteWorker(GroupWorker):
         return result
 
     @property
-    def _name(self) -> str:
+    def name(self) -> str:
         return f"{WORKER_ROLE} {self._index}"

@@ -1,4 +1,4 @@
-"""Values in messages: enough of them to be recognised, never all of something long."""
+"""Values in messages: enough of them to be recognised, never all of something long; durations as people say them."""
 
 from typing import Any
 
@@ -23,3 +23,13 @@ def first_line(error: BaseException) -> str:
 
 def shortened(text: str, most: int = SHOWN_CHARACTERS) -> str:
     return text if len(text) <= most else text[:most] + "…"
+
+
+def duration(seconds: float) -> str:
+    """`8 s`, `3 min 20 s`, `2 h 5 min`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"

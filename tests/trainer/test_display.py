@@ -12,7 +12,8 @@ from small_runs import make_conversation
 
 from areal.api.messages import Episode
 from areal.trainer import display
-from areal.trainer.display import PLAIN_LINES, Announcer, Progress, duration, render_episode
+from areal.trainer.display import PLAIN_LINES, Announcer, Progress, render_episode
+from areal.utils.shorten import duration
 
 ROW = {"reward": 0.5, "eval_reward": 0.25, "tokens_per_second": 8123.4, "staleness": 1.25, "rejected": 3, "loss": 0.1}
 

@@ -27,7 +27,7 @@ def test_budget_of_none_allows_none() -> None:
 class _BrokenPlace:
     """Its process ends at once, and what follows on that fails."""
 
-    role = "broken"
+    name = role = "broken"
     ask: Ask | None = None
 
     def __init__(self, processes: Processes) -> None:
@@ -60,7 +60,7 @@ async def test_place_that_cannot_be_kept_any_more_fails_the_run(tmp_path: Path) 
 class _StartedThirdTime:
     """The keepers of its first two processes die before these run."""
 
-    role = "late"
+    name = role = "late"
     ask: Ask | None = None
 
     def __init__(self, processes: Processes) -> None:

@@ -27,6 +27,7 @@ from areal.infra.rpc.channel import ChannelClosed
 from areal.infra.rpc.connect import connect
 from areal.infra.rpc.frames import role_secret
 from areal.infra.rpc.wire import api_wire
+from areal.utils import waits
 from areal.utils.bounded_cache import BoundedCache
 from areal.utils.logging import getLogger
 
@@ -73,6 +74,11 @@ class EngineGroup:
     def members(self) -> list[str]:
         return list(self._members)
 
+    @property
+    def in_flight(self) -> dict[str, int]:
+        """Requests that each member has now."""
+        return {name: member.in_flight for name, member in self._members.items()}
+
     def add(self, name: str, engine: InferenceEngine) -> None:
         """Route requests to this engine too. A name belongs to one engine, not to the one that replaces it."""
         self._members[name] = _Member(name, engine)
@@ -97,7 +103,8 @@ class EngineGroup:
             if self._ended is not None:
                 raise EngineGone(self._ended)
             self._changed.clear()
-            await self._changed.wait()
+            with waits.current().entered("waits until an engine serves"):
+                await self._changed.wait()
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
         answer = _Answer(req)

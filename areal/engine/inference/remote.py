@@ -16,6 +16,8 @@ from areal.api.engine_api import EngineHealth, WeightUpdate
 from areal.api.errors import EngineGone, RequestError
 from areal.api.io_struct import ModelRequest, ModelResponse, TokenChunk
 from areal.infra.rpc.channel import Channel, ChannelClosed, Handler
+from areal.utils import waits
+from areal.utils.waits import Wait
 
 CONTROL_SECONDS = 60.0
 """How long a control call may take: it is served between two decode steps."""
@@ -28,6 +30,8 @@ PROGRESS = "progress"
 """The message that a piece of new weights has reached the engine."""
 GENERATE_ROLE = "generate"
 """Of a peer that may ask an engine for answers, and control nothing: rollout workers have a secret for it."""
+WEIGHT_VERBS = {"stage_weights": "has fetched and checked", "update_weights": "uses"}
+"""When the calls that give an engine weights have been answered, for people."""
 CONTROL = ("stage_weights", "update_weights", "pause", "resume", "activity", "pauses", "swaps")
 """What only the driver may call."""
 _TOKENS = "tokens"
@@ -41,8 +45,8 @@ class RemoteEngine:
         self.channel = channel
         channel.handlers[_TOKENS] = self._receive
         channel.handlers[PROGRESS] = self._progressed
-        self._deadlines: dict[asyncio.Timeout, float] = {}
-        """Of weights on their way, and by how many seconds the next piece puts each off."""
+        self._deadlines: dict[asyncio.Timeout, Wait] = {}
+        """Of weights on their way, and what waits for them: the next piece puts both off."""
         self._streams: dict[int, _Inbox] = {}
         self._numbers = itertools.count()
 
@@ -114,13 +118,15 @@ class RemoteEngine:
 
     async def _call_with_progress(self, method: str, update: WeightUpdate, silent_seconds: float) -> None:
         """It may take as long as it likes while weights arrive at the engine."""
+        what = f"waits until {self.channel.peer} {WEIGHT_VERBS[method]} the weights of version {update.version}"
         try:
-            async with asyncio.timeout(silent_seconds) as deadline:
-                self._deadlines[deadline] = silent_seconds
-                try:
-                    await self._call(method, update, timeout_seconds=None)
-                finally:
-                    del self._deadlines[deadline]
+            with waits.current().entered(what, silent_seconds) as wait:
+                async with asyncio.timeout(silent_seconds) as deadline:
+                    self._deadlines[deadline] = wait
+                    try:
+                        await self._call(method, update, timeout_seconds=None)
+                    finally:
+                        del self._deadlines[deadline]
         except TimeoutError:
             raise TimeoutError(
                 f"{self.channel.peer} did not answer {method!r} of version {update.version}, and reported no progress "
@@ -128,9 +134,11 @@ class RemoteEngine:
             ) from None
 
     def _progressed(self) -> None:
-        for deadline, silent_seconds in self._deadlines.items():
+        now = asyncio.get_running_loop().time()
+        for deadline, wait in self._deadlines.items():
             if not deadline.expired():
-                deadline.reschedule(asyncio.get_running_loop().time() + silent_seconds)
+                wait.put_off()
+                deadline.reschedule(now + (wait.limit_seconds or 0.0))
 
     async def _call(self, method: str, *args: Any, timeout_seconds: float | None = CONTROL_SECONDS) -> Any:
         try:

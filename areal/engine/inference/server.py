@@ -22,7 +22,7 @@ from typing import Protocol
 
 from areal.api.engine_api import InferenceEngine, WeightUpdate
 from areal.api.errors import WeightMismatch
-from areal.api.messages import ENGINE_ROLE
+from areal.api.messages import ENGINE_ROLE, Doing
 from areal.config.backend import KINDS
 from areal.config.errors import ArealError, require
 from areal.config.keys import ENGINE_SECRET_VARIABLE, find_key
@@ -34,9 +34,14 @@ from areal.infra.rpc.connect import connect, connect_to_driver, driver_address, 
 from areal.infra.rpc.frames import role_secret
 from areal.infra.rpc.host_weights import HostWeights
 from areal.infra.rpc.shipping import is_here, local_model, scratch, shared
+from areal.infra.rpc.status import start_answering
 from areal.infra.rpc.wire import api_wire
+from areal.infra.status import of_wait
 from areal.utils.hf_utils import load_hf_tokenizer
+from areal.utils.waits import Waits
 
+HEALTH_SECONDS = 0.5
+"""For the answer of a vLLM or SGLang server to who asks what the engine does."""
 NICENESS = 10
 """Where cores are scarce the engine yields to the processes that send requests: more of these then share a step."""
 
@@ -135,7 +140,30 @@ async def _opened(kind: str, options: EngineOptions) -> ServedEngine | None:
         return None
 
 
-async def serve_in_run(engine: ServedEngine, index: int, secret: bytes) -> None:
+class _Watched:
+    """What the process does, for whoever asks: it answers from the first moment."""
+
+    def __init__(self) -> None:
+        self.engine: ServedEngine | None = None
+        """None while it is being loaded."""
+        self.weights: _WeightsFromDriver | None = None
+
+    async def doing(self) -> list[Doing]:
+        if self.engine is None:
+            return [Doing("it", "loads the model")]
+        told = [] if self.weights is None else [of_wait("it", wait) for wait in self.weights.waits.now()]
+        try:
+            health = await asyncio.wait_for(self.engine.health(), HEALTH_SECONDS)
+        except TimeoutError:
+            return [*told, Doing("it", "gets no answer from its inference server")]
+        except ArealError as error:
+            return [*told, Doing("it", f"serves no more: {error}")]
+        paused = ", but is paused" if health.paused else ""
+        what = f"has the weights of version {health.version}{paused}; {health.running} answers are being generated"
+        return [*told, Doing("it", f"{what}, {health.waiting} are queued")]
+
+
+async def serve_in_run(engine: ServedEngine, index: int, secret: bytes, watched: _Watched | None = None) -> None:
     """Serve the workers of a run until the driver hangs up: on a Unix socket if all of them are on this host."""
     ended = _ended(engine)
     with ExitStack() as stack:
@@ -152,6 +180,8 @@ async def serve_in_run(engine: ServedEngine, index: int, secret: bytes) -> None:
             secret=workers,
         )
         weights = _WeightsFromDriver(engine, Path(place), secret)
+        if watched is not None:
+            watched.engine, watched.weights = engine, weights
         handlers = engine_handlers(engine) | weights.handlers
         info = {"address": endpoint.address}
         driver = await connect_to_driver(ENGINE_ROLE, index, info, handlers, wire=api_wire(), secret=secret)
@@ -169,6 +199,7 @@ class _WeightsFromDriver:
         self.driver: Channel | None = None
         """Set once it is connected; its first call may come before that."""
         self.handlers: dict[str, Handler] = {"stage_weights": self._stage, "update_weights": self._update}
+        self.waits = Waits()
         self._engine = engine
 
         # Not over the channel that the driver's calls come on: it is read between two decode steps only.
@@ -180,9 +211,11 @@ class _WeightsFromDriver:
         """What was published, and the same on this host."""
 
     async def _stage(self, update: WeightUpdate) -> None:
-        here = await self._host.fetch(update)
+        with self.waits.entered(f"fetches the weights of version {update.version} to its host"):
+            here = await self._host.fetch(update)
         try:
-            await self._engine.stage_weights(here)
+            with self.waits.entered(f"checks the weights of version {update.version}"):
+                await self._engine.stage_weights(here)
         except WeightMismatch:
             if here is update:
                 raise
@@ -194,7 +227,8 @@ class _WeightsFromDriver:
         if self._staged is None or self._staged[0] != update:
             await self._stage(update)
         assert self._staged is not None
-        await self._engine.update_weights(self._staged[1])
+        with self.waits.entered(f"swaps to the weights of version {update.version}"):
+            await self._engine.update_weights(self._staged[1])
 
     def _report(self) -> None:
         if self.driver is not None and self.driver.is_open:
@@ -249,7 +283,7 @@ async def main(words: list[str] | None = None) -> str | None:
     parser.add_argument("--listen", help="serve at unix:PATH or tcp:HOST:PORT, without a driver")
     parser.add_argument("--secret-file", help=f"for --listen; left out = the secret is in {ENGINE_SECRET_VARIABLE}")
     given = parser.parse_args(words)
-    secret = b""
+    secret, watched = b"", _Watched()
     if given.listen is not None:
         secret = find_key(None, given.secret_file, ENGINE_SECRET_VARIABLE, "the engine's secret").encode()
         os.environ.pop(ENGINE_SECRET_VARIABLE, None)
@@ -260,6 +294,7 @@ async def main(words: list[str] | None = None) -> str | None:
         )
     else:
         secret = read_secret()
+        start_answering(secret, watched.doing)
     model = given.model if given.listen is not None else await _model_of_run(given.model, secret)
     options = EngineOptions(
         model,
@@ -278,7 +313,7 @@ async def main(words: list[str] | None = None) -> str | None:
     if given.listen is not None:
         await serve_by_hand(engine, given.listen, secret)
     else:
-        await serve_in_run(engine, given.index, secret)
+        await serve_in_run(engine, given.index, secret, watched)
     return engine.failure
 
 

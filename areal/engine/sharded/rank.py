@@ -11,6 +11,7 @@ import pickle
 import socket
 import struct
 import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +24,7 @@ import torch.distributed as dist
 
 from areal.api.engine_api import WeightUpdate
 from areal.api.errors import ModelError
-from areal.api.messages import RANK_ROLE
+from areal.api.messages import RANK_ROLE, Doing
 from areal.config.training import OptimizerConfig
 from areal.engine.model.device import CPU, find_device
 from areal.engine.sharded.checkpoint import CheckpointWriter, load_optimizer
@@ -35,11 +36,15 @@ from areal.engine.sharded.packed_attention import find_kernel
 from areal.infra.rpc.channel import Handler
 from areal.infra.rpc.connect import connect_to_driver, own_address, read_secret, serve
 from areal.infra.rpc.shipping import Shipper, is_here, shared
+from areal.infra.rpc.status import start_answering
 from areal.infra.rpc.wire import api_wire
+from areal.infra.status import line_of_thread, of_wait
+from areal.utils.waits import Waits
 
 COLLECTIVE_SECONDS = 600.0
 """How long a rank waits for the others. The driver ends all of them as soon as one has died; this is for the rest."""
 LOOPBACK = "127.0.0.1"
+THREAD_NAME = "rank"
 PUBLISHED = "published"
 """The directory of the weights, in the one that the processes of the run on a host have together."""
 _SIOCGIFADDR = 0x8915
@@ -52,7 +57,8 @@ class Rank:
         """`shipper` serves at `address` what was published last; empty = nowhere, there is one host."""
         self._shipper = shipper
         self._address = address
-        self._thread = ThreadPoolExecutor(1, "rank")
+        self._thread = ThreadPoolExecutor(1, THREAD_NAME)
+        self._waits = Waits()
         self._store: dist.TCPStore | None = None
         self._setup: RankSetup | None = None
         self._device = CPU
@@ -65,7 +71,8 @@ class Rank:
     def handlers(self) -> dict[str, Handler]:
         def in_thread(function: Callable[..., Any]) -> Handler:
             async def call(*arguments: Any) -> Any:
-                return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
+                with self._waits.entered(f"is in {function.__name__}", where=self._line):
+                    return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
 
             return call
 
@@ -83,6 +90,14 @@ class Rank:
             "finish_checkpoint": self.finish_checkpoint,
             "cpu_seconds": time.process_time,
         }
+
+    async def doing(self) -> list[Doing]:
+        return [of_wait("it", wait) for wait in self._waits.now()[:1]]
+
+    def _line(self) -> str:
+        """That its thread is at."""
+        named = (each.ident or 0 for each in threading.enumerate() if each.name.startswith(THREAD_NAME))
+        return next((line_of_thread(each) for each in named), "")
 
     def open_store(self, count: int) -> tuple[str, int]:
         """Rank 0 alone: where the others meet it."""
@@ -235,6 +250,7 @@ async def serve_rank(index: int) -> None:
         )
         address = endpoint.address
     rank = Rank(shipper, address)
+    start_answering(secret, rank.doing)
     driver = await connect_to_driver(RANK_ROLE, index, handlers=rank.handlers, wire=api_wire(), secret=secret)
     await driver.closed
     os._exit(0)  # its thread may wait for other ranks, which have ended as well

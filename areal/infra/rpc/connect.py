@@ -32,6 +32,7 @@ from areal.infra.rpc.sockets import (
 )
 from areal.infra.rpc.wire import Wire
 from areal.infra.scheduler.base import Placement
+from areal.utils import waits
 from areal.utils.net import is_loopback
 
 ADDRESS_VARIABLE = "AREAL_DRIVER_ADDRESS"
@@ -174,7 +175,8 @@ class DriverListener:
         ending = asyncio.ensure_future(placement.wait())
         try:
             first: set[asyncio.Future[Any]] = {connecting, ending}
-            await asyncio.wait(first, timeout=timeout_seconds, return_when=asyncio.FIRST_COMPLETED)
+            with waits.current().entered("loads its code and connects to the driver", timeout_seconds):
+                await asyncio.wait(first, timeout=timeout_seconds, return_when=asyncio.FIRST_COMPLETED)
         finally:
             ending.cancel()
             self._connecting.pop((role, index), None)

@@ -3,7 +3,7 @@
 from areal.api.engine_api import Canary, EngineHealth, WeightShard, WeightUpdate
 from areal.api.errors import RejectReason
 from areal.api.io_struct import Grammar, ModelRequest, ModelResponse, TokenChunk
-from areal.api.messages import EngineAddress, Episode, GroupResult, GroupTask, Node, Rejection, Row, Stall
+from areal.api.messages import Doing, EngineAddress, Episode, GroupResult, GroupTask, Node, Rejection, Row, Stall
 from areal.config.rollout import GenerationHyperparameters
 from areal.utils.wire import Wire
 
@@ -11,6 +11,7 @@ __all__ = ["MESSAGE_TYPES", "Wire", "api_wire"]
 
 MESSAGE_TYPES = (
     Canary,
+    Doing,
     EngineAddress,
     EngineHealth,
     Episode,

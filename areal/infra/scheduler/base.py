@@ -137,6 +137,12 @@ class Placement(Protocol):
         """None while it runs; negative = the signal that killed it."""
         ...
 
+    @property
+    def silence(self) -> tuple[float, float] | None:
+        """For how many seconds it has shown no sign of life, and after how many more it is killed as frozen, unless it
+        computes; None = it shows them."""
+        ...
+
     async def wait(self) -> int:
         """Its return code, once it has ended."""
         ...

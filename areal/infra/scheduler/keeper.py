@@ -36,7 +36,9 @@ from areal.infra.rpc.frames import FrameError, HandshakeRefused, Seals, call, no
 from areal.utils.process_pool.descendants import adopt_orphans, die_with_parent, end_descendants
 
 HELLO, STARTED, REFUSED, OUTPUT, FROZEN, EXIT, PING, COMMAND, STOP = (bytes([number]) for number in range(9))
-"""The first byte of a frame's content. JSON follows, except for OUTPUT, FROZEN and REFUSED (text) and PING (nothing).
+"""The first byte of a frame's content. JSON follows, except for OUTPUT, FROZEN and REFUSED (text).
+
+A PING says for how long no heartbeat has come.
 
 HELLO, STARTED, REFUSED, OUTPUT, FROZEN, EXIT and PING are the keeper's, COMMAND and STOP are the driver's.
 """
@@ -107,7 +109,9 @@ class Keeper:
             key.data()
         now = time.monotonic()
         if now >= self._ping_at:
-            self._send(PING)
+            silent = None if self._watch is None else self._watch.silent_seconds(now)
+            self._send(PING, {"silent_seconds": silent})
+            self._ping_at = now + PING_SECONDS
         if self._command is None and now >= self._command_by:
             self._lost = True
         if now >= self._kill_at:
@@ -179,6 +183,7 @@ class Keeper:
         if heartbeat_seconds is not None:
             self._watch = FreezeWatch(self._command.pid, heartbeat_seconds, time.monotonic())
         self._send(STARTED, {"pid": self._command.pid})
+        self._ping_at = time.monotonic() + PING_SECONDS
 
     def _stop(self, grace_seconds: float) -> None:
         if self._command is None:
@@ -226,7 +231,6 @@ class Keeper:
     def _send(self, kind: bytes, content: "bytes | dict[str, Any]" = b"") -> None:
         content = content if isinstance(content, bytes) else json.dumps(content).encode()
         self._unsent += self._sealer.seal(kind + content)
-        self._ping_at = time.monotonic() + PING_SECONDS
         self._flush()
 
     def _flush(self) -> None:

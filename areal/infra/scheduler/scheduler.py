@@ -17,6 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -27,6 +28,7 @@ from areal.infra.rpc.frames import FrameError, Seals
 from areal.infra.rpc.sockets import HANDSHAKE_SECONDS, Door, listen
 from areal.infra.scheduler import keeper
 from areal.infra.scheduler.base import Ask, Command, KeeperStart, Launched, Launcher
+from areal.utils import waits
 from areal.utils.logging import getLogger
 
 KEEPER_SECONDS = 60.0
@@ -38,6 +40,8 @@ CAUSE_SECONDS = 1.0
 """A broken connection is noticed before what broke it; how long to wait for the better explanation."""
 SILENT_SECONDS = 9.0
 """After so long without a word a keeper is lost; it says something every two seconds."""
+QUIET_SECONDS = 4.0
+"""A heartbeat comes every second, and its keeper tells of it every two; whoever is silent for longer is quiet."""
 CHUNK_BYTES = 1 << 18
 LOG_TAIL_BYTES = 4096
 SCRATCH_PREFIX = "areal-"
@@ -151,7 +155,8 @@ class Scheduler:
     async def _arrival(self, command: Command, number: int, launched: Launched) -> "_Line":
         arriving = self._arriving[number]
         either: set[asyncio.Future[Any]] = {arriving, launched.ended}
-        await asyncio.wait(either, timeout=KEEPER_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        with waits.current().entered("waits for its keeper, which finds it a place", KEEPER_SECONDS):
+            await asyncio.wait(either, timeout=KEEPER_SECONDS, return_when=asyncio.FIRST_COMPLETED)
         if arriving.done():
             return arriving.result()
         arriving.cancel()
@@ -174,6 +179,9 @@ class KeptProcess:
         self._is_log_full = False
         self._how = ""
         """Why it was killed, or lost; empty = it ended by itself."""
+        self._beat_at: float | None = None
+        """When its keeper heard of it last; None = that is not known."""
+        self._heartbeat_seconds = command.heartbeat_seconds
         self._end: asyncio.Task[int] | None = None
         self._leaving: asyncio.Task[None] | None = None
         """The end of a keeper that was lost."""
@@ -198,6 +206,13 @@ class KeptProcess:
             raise ProcessDied(f"{self.name} cannot be started on {self.host}: {content.decode(errors='replace')}")
         self.pid = json.loads(content)["pid"]
         self._end = asyncio.get_running_loop().create_task(self._until_end(), name=f"wait for {self.name}")
+
+    @property
+    def silence(self) -> tuple[float, float] | None:
+        silent = 0.0 if self._beat_at is None else time.monotonic() - self._beat_at
+        if self._heartbeat_seconds is None or silent < QUIET_SECONDS or self._running.done():
+            return None
+        return silent, max(0.0, self._heartbeat_seconds - silent)
 
     @property
     def returncode(self) -> int | None:
@@ -249,6 +264,9 @@ class KeptProcess:
                 kind, content = await self._line.next_in_time(SILENT_SECONDS)
                 if kind == keeper.OUTPUT:
                     self._write(content)
+                elif kind == keeper.PING:
+                    silent = json.loads(content)["silent_seconds"]
+                    self._beat_at = None if silent is None else time.monotonic() - silent
                 elif kind == keeper.FROZEN:
                     self._how = f"was frozen ({content.decode(errors='replace')}), so it was killed"
                 elif kind == keeper.EXIT:

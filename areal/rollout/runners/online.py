@@ -4,17 +4,16 @@ An agent needs nothing but the proxy's address and the admin key; docs/online.md
 """
 
 import asyncio
-from functools import partial
 from typing import Any
 
 from areal.api.errors import EpisodeTimeout, WorkflowError
 from areal.api.messages import Episode
 from areal.config.rollout import AgentConfig, GenerationHyperparameters
 from areal.infra.workflow_context import WorkflowContext
-from areal.proxy import Proxy
-from areal.rollout.episodes import Digests
+from areal.proxy import Proxy, Session
+from areal.rollout.episodes import TIMEOUT_SETTING, Digests
 from areal.rollout.runners.agent import episode_of, rewarded_episode
-from areal.utils import logging
+from areal.utils import logging, waits
 
 
 class OutsideAgent:
@@ -42,14 +41,19 @@ class OnlineRunner:
         self, data: dict[str, Any], context: WorkflowContext, *, greedy: bool, seconds: float
     ) -> tuple[Episode | None, Digests]:
         """`seconds` cover all of it: waiting for an agent, its session, and waiting for its reward."""
-        sampling = self._gconfig.new(greedy=True) if greedy else self._gconfig
+        sampling, here = self._gconfig.new(greedy=True) if greedy else self._gconfig, waits.current()
+
+        def open_session() -> Session:
+            with waits.of(here):  # it is opened by the call of an agent outside
+                return self._proxy.open_session(gconfig=sampling, seed=context.seed)
+
         try:
-            async with asyncio.timeout(seconds):
-                open_session = partial(self._proxy.open_session, gconfig=sampling, seed=context.seed)
-                online = await self._proxy.online.offer(open_session, data)
+            with here.entered("waits for an agent outside", seconds, TIMEOUT_SETTING):
+                async with asyncio.timeout(seconds):
+                    online = await self._proxy.online.offer(open_session, data)
         except TimeoutError:
             raise EpisodeTimeout(
-                f"no agent took the task and rewarded it within {seconds:g} s (rollout.agent.timeout_seconds)"
+                f"no agent took the task and rewarded it within {seconds:g} s ({TIMEOUT_SETTING})"
             ) from None
         tree = online.session.tree
         if online.rejected:

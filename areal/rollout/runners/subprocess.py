@@ -7,7 +7,8 @@ is data, which the parent reads and never unpickles.
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypedDict, final
 
@@ -25,10 +26,10 @@ from areal.config.rollout import AgentConfig, GenerationHyperparameters
 from areal.infra import workflow_context
 from areal.infra.workflow_context import WorkflowContext
 from areal.proxy import Proxy
-from areal.rollout.episodes import Digests, accepted_keywords, call, user_trace
+from areal.rollout.episodes import TIMEOUT_SETTING, Digests, accepted_keywords, call, user_trace
 from areal.rollout.loading import Fillers, WorkflowSpec, agent_function, load
 from areal.rollout.runners.agent import client_environment, environment, rewarded_episode
-from areal.utils import stats_tracker
+from areal.utils import stats_tracker, waits
 from areal.utils.process_pool.pool import (
     CallCrashed,
     CallError,
@@ -50,6 +51,16 @@ class AgentPool:
     def __init__(self, size: int) -> None:
         self.processes = ProcessPool(size, load_seconds=LOAD_SECONDS)
         self.free = asyncio.Semaphore(size)
+
+    @asynccontextmanager
+    async def free_process(self) -> AsyncIterator[None]:
+        """Wait for one; it is the caller's in this block."""
+        with waits.current().entered("waits for a free process (rollout.agent.subproc_max_workers)"):
+            await self.free.acquire()
+        try:
+            yield
+        finally:
+            self.free.release()
 
     async def run(self, agent: PackedFunction, task: "AgentTask | None", seconds: float) -> Any:
         """Raises CallError. Cancelling it kills the process."""
@@ -90,12 +101,13 @@ class SubprocessRunner:
     async def play(
         self, data: dict[str, Any], context: WorkflowContext, *, greedy: bool, seconds: float
     ) -> tuple[Episode | None, Digests]:
-        async with self._pool.free:
+        async with self._pool.free_process():
             sampling = self._gconfig.new(greedy=True) if greedy else self._gconfig
             session = self._proxy.open_session(gconfig=sampling, seed=context.seed)
             task = AgentTask(data, context.is_eval, context.task_id, session.base_url, session.api_key, context.seed)
             try:
-                outcome = await self._run(task, seconds)
+                with waits.current().entered("runs in a process of its own", seconds, TIMEOUT_SETTING):
+                    outcome = await self._run(task, seconds)
             finally:
                 await self._proxy.end_session(session)
         for name, values in outcome["stats"].items():

@@ -24,6 +24,7 @@ from areal.rollout.loading import episode_function
 from areal.trajectory.tensors import UNLIMITED, RowLimits, rows_of
 from areal.utils.callables import name_of
 from areal.utils.seeds import CallSeeds
+from areal.utils.waits import WAITS_FOR_MODEL, current
 
 REPEATED = re.compile(r"(<[^<>\s]+>|\[[^\[\]\s]+\])\1{3,}")
 """The same token without text, four times or more."""
@@ -125,6 +126,7 @@ class RecordingEngine:
         self._session = secrets.token_hex(8)
         self._greedy = greedy
         self._seeds = None if seed is None else CallSeeds(seed)
+        self._waits = current()
 
     @property
     def temperature(self) -> float | None:
@@ -133,14 +135,19 @@ class RecordingEngine:
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
         req, asked_at = self._adjusted(req), time.monotonic()
-        response = await self._engine.agenerate(req)
+        with self._waits.entered(WAITS_FOR_MODEL):
+            response = await self._engine.agenerate(req)
         self._record(req, response, asked_at)
         return response
 
     async def astream(self, req: ModelRequest, *, every_seconds: float = 0.0) -> AsyncGenerator[TokenChunk, None]:
         req, asked_at = self._adjusted(req), time.monotonic()
         async with aclosing(self._engine.astream(req, every_seconds=every_seconds)) as chunks:
-            async for chunk in chunks:
+            while True:
+                with self._waits.entered(WAITS_FOR_MODEL):
+                    chunk = await anext(chunks, None)
+                if chunk is None:
+                    return
                 if chunk.response is not None:
                     self._record(req, chunk.response, asked_at)
                 yield chunk
