@@ -210,8 +210,8 @@ class RolloutWorker(GroupWorker):
         asked = {} if self._engines is None else self._engines.in_flight
         told = together(doings)
         if self._episodes and self._engines is not None:
-            shares = ", ".join(f"{count} of {name.partition(' #')[0]}" for name, count in asked.items())
-            told.append(Doing("it", f"has asked for answers: {shares}" if asked else "knows no engine that serves"))
+            shares = " and ".join(f"{count} answers of {name.partition(' #')[0]}" for name, count in asked.items())
+            told.append(Doing("it", f"waits for {shares}" if asked else "knows no engine that serves"))
         return told
 
     @property

@@ -148,12 +148,11 @@ class Trainer(Closing):
 
             self._exporter = Exporter(self.config, directory, self._total_steps)
             display.say(f"metrics for Prometheus at {self._exporter.url}")
-        status = self._status = self._status or RunStatus(
-            directory.path, self._total_steps, self.config.scheduler.address
-        )
         with ExitStack() as stack:
-            stack.enter_context(waits.of(status.trainer))
             stack.enter_context(explained_storage_errors(directory.path))
+            address = self.config.scheduler.address
+            status = self._status = self._status or RunStatus(directory.path, self._total_steps, address)
+            stack.enter_context(waits.of(status.trainer))
             cluster = stack.enter_context(self._open_cluster(directory.logs)) if self.config.actor.backend else None
             engine = stack.enter_context(closing(open_learner(self.config, self._model, optimizer_steps, cluster)))
             critic = self._open_critic(engine, optimizer_steps)

@@ -119,6 +119,7 @@ class OneStep(TrainingRun):
             standing=SimpleNamespace(saved_step=0),
             fingerprint={},
             critic=None,
+            status=None,
         )
         super().__init__(ExperimentConfig(), parts, Progress(3))
         self.saved: list[int] = []

@@ -25,6 +25,9 @@ from areal.engine.training.moments import DIRECTORY, is_of_one_process
 
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 
+WRITE_SECONDS = 3600.0
+"""How long a checkpoint may take to be written while training goes on."""
+
 
 class CheckpointWriter:
     """A rank's half of writing checkpoints."""
@@ -58,7 +61,7 @@ class CheckpointWriter:
     def finish(self) -> None:
         """Wait until all of it is written. May be called in any thread, and more than once."""
         for future in list(self._writing):
-            future.result()
+            future.result(WRITE_SECONDS)
 
 
 def load_optimizer(learner: RankLearner, directory: Path) -> None:

@@ -37,6 +37,7 @@ from areal.utils.net import is_loopback
 
 ADDRESS_VARIABLE = "AREAL_DRIVER_ADDRESS"
 STANDARD_INPUT = 0
+CLOSE_SECONDS = 5.0
 
 
 async def connect(
@@ -113,7 +114,8 @@ class Listener:
         """Stop listening and close every channel."""
         self._server.close()
         await asyncio.gather(*(channel.close() for channel in list(self.channels)))
-        await self._server.wait_closed()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._server.wait_closed(), CLOSE_SECONDS)
         if self.address.startswith("unix:"):
             with suppress(FileNotFoundError):
                 os.unlink(unix_path(self.address))

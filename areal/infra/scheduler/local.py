@@ -15,6 +15,8 @@ from areal.infra.scheduler.scheduler import Scheduler
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 GPU_FILES = Path("/proc/driver/nvidia/gpus")
 LAST_WORDS = 300
+KILL_SECONDS = 8.0
+"""How long the system may take to end a keeper that is killed."""
 
 
 @dataclass
@@ -91,7 +93,7 @@ class LocalKeeper:
         if not self.ended.done():
             with suppress(ProcessLookupError):
                 self._process.kill()
-            await asyncio.wait({self.ended})
+            await asyncio.wait({self.ended}, timeout=KILL_SECONDS)
 
     async def _until_end(self, stdin: bytes) -> str:
         _, said = await self._process.communicate(stdin)

@@ -386,7 +386,8 @@ class _Scratch:
             self._holder.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:
             self._holder.kill()
-            self._holder.wait()
+            with suppress(subprocess.TimeoutExpired):
+                self._holder.wait(STOP_SECONDS)
         self._holder = None
 
     def _tell(self, what: str | int) -> None:

@@ -111,7 +111,8 @@ class SlurmLauncher:
         except TimeoutError:
             await _slurm("scancel", self._job)
             holder.kill()
-            await holder.wait()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(holder.wait(), END_SECONDS)
 
     async def _allocate(self, asks: Sequence[Ask], timeout_seconds: float) -> None:
         asks = [ask for ask in asks if not ask.with_driver]  # this host is none of Slurm's, or the run had a job
@@ -299,7 +300,8 @@ async def _slurm(*argv: str) -> str:
         printed, complaint = await asyncio.wait_for(process.communicate(), COMMAND_SECONDS)
     except TimeoutError:
         process.kill()
-        await process.wait()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), END_SECONDS)
         raise PlacementRefused(
             f"{' '.join(argv)} did not answer within {COMMAND_SECONDS:g} s; is slurmctld up?"
         ) from None
