@@ -90,8 +90,7 @@ ENDS = {
         "areal/simulation/servers.py Router.least_loaded",
     ],
     "the thread that writes has its own deadline, and ends every future when it ends": [
-        "areal/store/writer.py StoreWriter.step",
-        "areal/store/writer.py StoreWriter.flush",
+        "areal/store/writer.py StoreWriter._put_and_wait",
     ],
     "a thread waits for work": [
         "areal/store/writer.py StoreWriter._next",

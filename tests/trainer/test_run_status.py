@@ -123,13 +123,13 @@ def test_engine_that_does_not_fetch_its_weights_is_what_the_trainer_waits_for(
 
 def test_checkpoint_that_is_not_written_is_told_and_so_is_who_waits_for_it(status: RunStatus, ask: Ask) -> None:
     released, waiting = threading.Event(), threading.Event()
-    run: Any = SimpleNamespace(_status=status, _keep_checkpoint=lambda: None)
+    run: Any = SimpleNamespace(_status=status, _keep_checkpoint=lambda step: None)
     with ThreadPoolExecutor(2) as threads:
 
         def write() -> None:
             assert released.wait(DEADLINE_SECONDS)
 
-        run._saving = threads.submit(TrainingRun._finish_checkpoint, run, write, 10)
+        run._saving = threads.submit(TrainingRun._finish_checkpoint, run, 10, write)
 
         def train() -> None:
             with waits.of(status.trainer):
