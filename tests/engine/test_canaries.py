@@ -3,6 +3,8 @@ on: on a stand-in for SGLang with a real model, whose log-probs transformers com
 
 import asyncio
 import math
+import os
+import signal
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -16,11 +18,15 @@ from tiny_models import byte_tokenizer, training_engine, write_model
 
 from areal.api.engine_api import Canary, WeightUpdate
 from areal.api.errors import EngineGone, WeightMismatch, WrongWeights
+from areal.config.rollout import RolloutConfig
+from areal.config.training import SchedulerConfig
 from areal.engine.inference.canary import LEAST_LIMIT, CanaryCheck
 from areal.engine.inference.group import EngineGroup
 from areal.engine.inference.sglang import SglangEngine, join_sglang
 from areal.engine.training.engine import TrainingEngine
 from areal.trainer.canary import TOLERANCES, Canaries
+from areal.trainer.engines import Engines, EngineState
+from areal.trainer.processes import Processes
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio]
 
@@ -205,6 +211,57 @@ async def test_server_that_was_started_again_by_others_ends_its_engine(tmp_path:
         with pytest.raises(EngineGone, match="was started again, without the weights of version 1"):
             await answer(engine, max_new_tokens=1)
         await soon(failed.wait())
+
+
+# From here: as the driver of a run has its engines.
+
+
+@asynccontextmanager
+async def run_on(
+    server: ScoringServer, model: Path, logs: Path
+) -> AsyncIterator[tuple[Engines, asyncio.Future[Exception]]]:
+    """A run with one engine process on the server; and why it has to end."""
+    failure: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
+    processes = Processes(SchedulerConfig(), logs, failure.set_result)
+    rollout = RolloutConfig(backend="sglang", addresses=[server.url])
+    engines = Engines.of(rollout, model, processes, lambda serving: None, threads=1)
+    try:
+        await soon(processes.start(engines.members))
+        yield engines, failure
+    finally:
+        await engines.close()
+        await processes.close()
+
+
+async def test_stale_engine_fails_the_publication_and_the_run(tmp_path: Path, publisher: Publisher) -> None:
+    model = write_model(tmp_path / "model")
+    async with scoring_server(model) as server, run_on(server, model, tmp_path) as (engines, _):
+        await soon(engines.publish(publisher.publish()))
+        server.takes = lambda name: False
+        with pytest.raises(WrongWeights, match=r"engine #1: SGLang at http://\S+ must .* of version 2"):
+            await soon(engines.publish(publisher.publish(1e-3)))
+
+
+async def test_engine_that_comes_back_without_the_weights_of_the_day_ends_the_run(
+    tmp_path: Path, publisher: Publisher
+) -> None:
+    model = write_model(tmp_path / "model")
+    async with scoring_server(model) as server, run_on(server, model, tmp_path) as (engines, failure):
+        await soon(engines.publish(publisher.publish()))
+        await soon(engines.publish(publisher.publish(0.1)))
+        (member,) = engines.members
+        assert member.placement is not None
+        server.restart()
+        os.kill(member.placement.pid, signal.SIGKILL)
+        await soon(engines.until(lambda: member.state is EngineState.CATCHING_UP))
+        await soon(engines.until(lambda: member.state is EngineState.SERVING))  # it was given them
+        server.restart()
+        server.takes = lambda name: False
+        os.kill(member.placement.pid, signal.SIGKILL)
+        why = await soon(failure)
+        assert isinstance(why, WrongWeights)
+        assert str(why).startswith("engine #3: SGLang at http://")
+        assert "it is stale: the log-probs of version 1" in str(why)
 
 
 # From here: the criterion alone.

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from fleet_of_groups import TASKS, FleetOfGroups, ppo_config, run, save_model
@@ -15,11 +16,12 @@ from small_runs import make_engine, make_group
 from areal.api.errors import ArealError, EngineError, RunExists
 from areal.api.messages import GroupResult
 from areal.config.experiment import DatasetConfig, PPOConfig
-from areal.config.rollout import GenerationHyperparameters
+from areal.config.rollout import GenerationHyperparameters, RolloutConfig
 from areal.config.training import EvaluatorConfig, OptimizerConfig, RecoverConfig, ReferenceConfig, SaverConfig
 from areal.engine.models import open_trainable
-from areal.engine.training.engine import ScoringEngine
+from areal.engine.training.engine import ScoringEngine, TokenBatch
 from areal.engine.training.learner import Learner, LogProbs
+from areal.engine.training.packing import Span
 from areal.trainer import learners
 from areal.trainer.logs import read_lines, read_metrics
 
@@ -79,6 +81,27 @@ def test_a_run_with_a_kl_penalty_has_a_reference_without_a_gradient(
     penalties = [row["kl"] for row in read_metrics(tmp_path / "test/one")]
     assert penalties[0] == pytest.approx(0.0, abs=1e-6)
     assert all(penalty > 1e-6 for penalty in penalties[1:])
+
+
+@pytest.mark.parametrize("backend", ["embedded", "vllm"])
+def test_only_engines_of_others_get_canaries_and_those_are_the_trainers_logprobs(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    fleet, canaries = FleetOfGroups(), []
+    monkeypatch.setattr(fleet, "publish", lambda update: canaries.append(update.canary))
+    run(ppo_config(tmp_path, model, rollout=RolloutConfig(backend=backend)), monkeypatch, fleet)
+    assert len(canaries) == 5
+    if backend == "embedded":
+        assert set(canaries) == {None}
+        return
+    first, *_, last = canaries
+    assert (list(first.earlier), list(last.earlier)) == ([], [0, 3])
+    assert last.earlier == {0: first.logprobs, 3: canaries[3].logprobs}
+    span = Span(np.array(last.tokens), np.arange(1, len(last.tokens)), group=0)
+    trained = ScoringEngine(open_trainable(tmp_path / "test/one/checkpoints/step-000004"))
+    expected = trained.logprobs(TokenBatch([span], torch.ones(len(span.asked))))
+    torch.testing.assert_close(torch.tensor(last.logprobs), expected)
+    assert last.logprobs != canaries[3].logprobs
 
 
 def truncate(path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 from engine_kinds import answer
 from runs_on_vllm import running
-from tiny_models import write_model
+from tiny_models import byte_tokenizer, write_model
 from vllm_engines import PYTHON
 
 from areal.api.errors import EngineError
@@ -22,6 +22,7 @@ from areal.engine.inference.http_server import HttpServer, ServerCommand
 from areal.engine.inference.vllm import CPU_ENVIRONMENT, START_SECONDS, by_hand, join_vllm
 from areal.engine.model.architecture import read_architecture
 from areal.engine.training.engine import TrainingEngine
+from areal.trainer.canary import TOLERANCES, Canaries
 from areal.trainer.engines import EngineState
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -60,7 +61,8 @@ async def test_a_run_uses_a_server_that_runs_already(tmp_path: Path, model: Path
     trainer.version = 7
     try:
         async with running(model, tmp_path / "logs", backend="vllm", addresses=[address]) as run:
-            await asyncio.wait_for(run.engines.publish(trainer.publish()), 60)
+            update = Canaries(byte_tokenizer(), TOLERANCES["float32"]).attached(trainer.publish(), trainer)
+            await asyncio.wait_for(run.engines.publish(update), 60)
             whole = await answer(run.worker, greedy=True)
             assert set(whole.output_versions) == {7}
             (member,) = run.engines.members
