@@ -10,10 +10,13 @@ from safetensors.torch import load_file
 
 from areal.api.errors import ModelError, NonFiniteUpdate
 from areal.config.training import OptimizerConfig
+from areal.engine.inference.canary import LEAST_LIMIT
 from areal.engine.model.published import WeightReader
 from areal.engine.models import find_model, open_trainable
 from areal.engine.training.engine import TrainingEngine
 from areal.engine.training.supervised import mean_nll
+from areal.trainer.canary import TOLERANCES, Canaries
+from areal.utils.hf_utils import load_hf_tokenizer
 
 
 @pytest.fixture(scope="session")
@@ -181,3 +184,14 @@ def test_ranks_publish_in_what_engines_compute_in(model: Path, tmp_path: Path) -
     with opened_ranks(model, "fsdp:d2", tmp_path) as ranks:
         for tensor, published in WeightReader().read(ranks.publish("bfloat16"), flat.model.named_weights()):
             assert torch.equal(published, tensor.bfloat16())
+
+
+def test_canary_is_that_of_one_process_although_some_ranks_have_no_part_of_it(model: Path, tmp_path: Path) -> None:
+    canaries = Canaries(load_hf_tokenizer(model), TOLERANCES["float32"])
+    alone = one_process(model)
+    with opened_ranks(model, "fsdp:d3", tmp_path) as ranks:
+        update = ranks.publish()
+        found, expected = (canaries.attached(update, each).canary for each in (ranks, alone))
+    assert found is not None
+    assert expected is not None
+    assert found.logprobs == pytest.approx(expected.logprobs, abs=LEAST_LIMIT / 10)

@@ -215,6 +215,17 @@ async def test_tokens_of_weights_that_were_never_published_stop_the_run(worker):
     await pipeline.aclose()
 
 
+async def test_evaluation_on_weights_that_were_never_published_fails(worker):
+    pipeline = make_pipeline([worker], batch_size=1)
+    evaluation = asyncio.ensure_future(pipeline.evaluate([{}], greedy=True, max_running=4))
+    await worker.until_running(-1)
+    pipeline.publish(0, "w0")
+    worker.finish(group(-1, digests={0: "other"}))
+    with pytest.raises(WeightMismatch, match="version 0 has the weights other, published were w0"):
+        await soon(evaluation)
+    await pipeline.aclose()
+
+
 async def test_version_that_an_engine_uses_first_is_compared_when_it_is_published(worker):
     pipeline = make_pipeline([worker], batch_size=1)
     pipeline.publish(0, "w0")
