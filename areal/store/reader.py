@@ -54,6 +54,11 @@ class StoreReader(Closing):
     def close(self) -> None:
         self._db.close()
 
+    def bytes(self) -> int:
+        """What the store takes on the disk, once SQLite has moved all that is committed into the one file."""
+        (pages,), (size,) = (self._db.execute(f"PRAGMA {name}").fetchone() for name in ("page_count", "page_size"))
+        return int(pages) * int(size)
+
     def meta(self) -> dict[str, Any]:
         return {name: json.loads(value) for name, value in self._db.execute("SELECT name, value FROM meta")}
 

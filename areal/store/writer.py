@@ -110,6 +110,8 @@ class StoreWriter(Closing):
         self._wake = threading.Condition()
         self._closed = False
         self._failure: StoreError | None = None
+        self.cpu_seconds = 0.0
+        """What writing has computed for."""
         self._step = int(self._connection.execute("SELECT coalesce(max(step), 0) FROM steps").fetchone()[0])
         self._thread = threading.Thread(target=self._run, name="run store", daemon=True)
         self._thread.start()
@@ -281,6 +283,7 @@ class StoreWriter(Closing):
                 batch = []
                 self._copy_log(LOG_BYTES if stepped else MOST_LOG_BYTES)
                 tidy = not self._tidy_up()
+                self.cpu_seconds = time.thread_time()
         except Exception as error:  # whoever waits, and whoever writes next, gets it
             self._give_up(error, batch)
 

@@ -99,7 +99,7 @@ def load_checkpoint(directory: Path, engine: Learner, critic: Trained | None = N
     A critic that was not saved stays as it is. Raises DamagedCheckpoint if a file is not what was saved.
     """
     if _has_manifest(directory):
-        _check_files(directory)
+        check_files(directory)
         return _load(directory, engine, critic)
     try:
         return _load(directory, engine, critic)
@@ -150,7 +150,7 @@ def _has_manifest(directory: Path) -> bool:
     return (directory / MANIFEST_FILE).exists()
 
 
-def _check_files(directory: Path) -> None:
+def check_files(directory: Path) -> None:
     """Raises DamagedCheckpoint if the files are not those that the manifest lists."""
     try:
         files = json.loads((directory / MANIFEST_FILE).read_text(encoding="utf-8"))["files"]

@@ -131,12 +131,13 @@ class Journal(Closing):
         if "max_logprob_difference" in figures:
             seen = figures["max_logprob_difference"]
             account.max_logprob_difference = max(account.max_logprob_difference or 0.0, seen)
-        own = {**figures, "tokens_per_second": self._rate.step(figures["tokens"])}
+        own = {**figures, "tokens_per_second": self._rate.step(figures["tokens"]), "store_seconds": 0.0}
         row = finite({**self._recorded.means(groups, own), **own, "time_seconds": self._seconds})
         batch = [group.task_id for group in groups]
         trained = _by_episode(groups, computed) if computed else {}
+        began = time.monotonic()
         self._store.step(StepRecord(step, weights.version, weights.digest, batch, row, asdict(self.account), trained))
-        return row
+        return {**row, "store_seconds": time.monotonic() - began}
 
     def step(self, step: int, groups: Sequence[GroupResult], row: Figures) -> None:
         """Show and export a step that is committed; `row` with what has become known since."""
@@ -178,9 +179,13 @@ class Journal(Closing):
 
     def summary(self) -> dict[str, Any]:
         account = self.account
+        self._store.flush()
+        with StoreReader(self._directory.path) as reader:
+            size = reader.bytes()
         known = {
             **asdict(account),
             "calls_per_second": account.calls / account.seconds,
+            "store": {"bytes": size, "cpu_seconds": self._store.cpu_seconds},
             "held_out": {key: _in_summary(evaluation) for key, evaluation in self._evaluations.items()},
         }
         for greedy in (False, True):

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.survival import BATCH, QUICK, SAMPLES, TOKEN, AttackedRun, Damage, examine, run
+from benchmarks.attacked_run import BATCH, SAMPLES, TOKEN, AttackedRun, Damage
+from benchmarks.survival import QUICK, examine, run
 
 
 @pytest.mark.timeout(600)  # it starts some twenty processes, one after another
@@ -23,7 +24,7 @@ def test_a_few_attacks_of_each_kind_do_no_harm(tiny_math: Path) -> None:
 class EndedRun(AttackedRun):
     """One whose driver has ended and left what a test writes."""
 
-    def start(self) -> None:
+    def start(self, moment: str = "") -> None:
         self.driver = subprocess.Popen([sys.executable, "-c", ""])
         self.directory.mkdir(parents=True)
         (self.place / "output").write_text("")
@@ -73,7 +74,7 @@ def test_steps_that_were_lost_or_taken_twice_are_seen(tmp_path: Path) -> None:
 
 
 def test_what_a_run_leaves_behind_is_seen_and_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.survival.END_SECONDS", 0.5)
+    monkeypatch.setattr("benchmarks.attacked_run.END_SECONDS", 0.5)
     ended = EndedRun(tmp_path, 3, "any")
     left = [tmp_path / "tmp" / "areal-1", tmp_path / "areal-shared"]
     for directory in left:

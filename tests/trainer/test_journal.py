@@ -60,7 +60,8 @@ def test_what_an_agent_records_stands_beside_the_figures_of_the_run_and_replaces
     run = make_directory(tmp_path)
     groups = make_batch()
     figures = step_figures(groups, 1, {"loss": 0.5})
-    for name in (*figures, "step", "time_seconds", "tokens_per_second", "eval_reward", "mine", "huge"):
+    own = ("step", "time_seconds", "tokens_per_second", "store_seconds")
+    for name in (*figures, *own, "eval_reward", "mine", "huge"):
         groups[0].episodes[0].stats[name] = 1e308 if name == "huge" else float("nan") if name != "mine" else 7.0
     groups[0].episodes[1].stats["huge"] = 1e308
     with Record(run) as record:
@@ -71,6 +72,7 @@ def test_what_an_agent_records_stands_beside_the_figures_of_the_run_and_replaces
     assert (row["step"], row["mine"], row["huge"]) == (1, 7.0, None)
     assert row["time_seconds"] > 0
     assert row["tokens_per_second"] > 0
+    assert row["store_seconds"] > 0
     assert "eval_reward" not in row
     run.close()
 
@@ -121,6 +123,8 @@ def test_resumed_journal_goes_on_with_what_is_committed(tmp_path: Path) -> None:
         step for step in range(1, 7) for _ in range(16)
     ]
     assert summary["calls"] == 6 * 16 + 8
+    assert summary["store"]["bytes"] == (run.path / "run.db").stat().st_size
+    assert summary["store"]["cpu_seconds"] > 0
     assert summary["max_logprob_difference"] == pytest.approx(0.006)
     assert summary["verdict"].startswith("held-out success 0.25 → 0.75 in ")
     assert summary["held_out"]["before"]["interval"] == pytest.approx(wilson(0.25, 4))
