@@ -20,7 +20,7 @@ from typing import Literal
 from areal.api.errors import RejectReason
 from areal.store.schema import StoreError
 from areal.store.writer import STATES
-from areal.utils.shorten import shown
+from areal.utils.shorten import shortened, shown
 
 Value = float | str
 
@@ -122,7 +122,7 @@ def parse_range(text: str) -> tuple[float | None, float | None]:
         raise FilterError(f"a range is 300-500, 300.. or ..500, got {shown(text)}")
     least, most = (None if each is None else _plain_number(each) for each in (low, high))
     if least is not None and most is not None and least > most:
-        raise FilterError(f"a range must go up, got {shown(text)}; write {high}-{low}")
+        raise FilterError(f"a range must go up, got {shown(text)}; write {shortened(f'{high}-{low}')}")
     return least, most
 
 
@@ -149,9 +149,7 @@ def _condition(word: str) -> EpisodeFilter:
     if operator in (":", "=", "!="):
         return _among(column, operator, numbers)
     if len(numbers) > 1:
-        raise FilterError(
-            f"{operator} compares with one number, got {shown(word)}; write {name}:{value} for any of them"
-        )
+        raise FilterError(f"{operator} compares with one number, got {shown(word)}; write {name}:1,2 for several")
     return _where(column, f"{column.name} {operator} ?", *numbers)
 
 

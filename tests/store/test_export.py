@@ -3,6 +3,7 @@
 import base64
 import dataclasses
 import json
+import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from areal.api.errors import RejectReason
 from areal.api.messages import Episode, Node, Rejection, Row, TrainedRow
 from areal.cli import main as command
+from areal.store.schema import STORE_FILE
 from areal.store.writer import StepRecord, StoreWriter
 from areal.trainer.logs import RolloutLog
 from tests.store.test_store import episode, group, row, step_of
@@ -175,3 +177,12 @@ def test_wrong_words_are_one_line(
 def test_what_is_said_on_a_branch_is_found(run: Path) -> None:
     assert command.main(["export", str(run), "--filter", '"on a branch"']) == 0
     assert [each["task_id"] for each in lines(run / "export/episodes.jsonl")] == [7]
+
+
+def test_damage_is_one_line_and_other_steps_can_be_exported(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with sqlite3.connect(run / STORE_FILE) as db:
+        db.execute("UPDATE rows SET data = x'00' WHERE episode = 1")
+    assert command.main(["export", str(run)]) == 2
+    assert "is damaged" in capsys.readouterr().err
+    assert list((run / "export").iterdir()) == []
+    assert command.main(["export", str(run), "--steps", "2.."]) == 0

@@ -94,3 +94,17 @@ def test_a_file_that_kept_everything_shrinks_when_less_is_to_be_kept(tmp_path: P
     large = (tmp_path / STORE_FILE).stat().st_size
     run(tmp_path, 41, 44, 0, tokens=16_384)
     assert (tmp_path / STORE_FILE).stat().st_size < 0.3 * large
+
+
+def test_the_log_of_changes_is_copied_to_the_file_after_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "LOG_BYTES", 400_000)
+    largest = 0
+    with StoreWriter(tmp_path) as store:
+        for step in range(1, 31):
+            store.ready(group(step, dataclasses.replace(episode(), rows=[row(16_384)])))
+            store.step(step_of(step, step))
+            store.flush()
+            largest = max(largest, (tmp_path / f"{STORE_FILE}-wal").stat().st_size)
+        grown = (tmp_path / STORE_FILE).stat().st_size
+    assert grown > 400_000
+    assert largest < 1_200_000

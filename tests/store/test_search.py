@@ -175,6 +175,8 @@ HOSTILE = [
     "group:" + ",".join(["1"] * 900),
     "group:" + "9" * 1900,
     "reward:" + "-" * 1900,
+    "reward<" + "1," * 900 + "1",
+    "reward:" + "2" * 900 + "-" + "1" * 900,
     "\udcff<\udcff",
     "reward<٣",
     "\n\t\v",
