@@ -23,6 +23,7 @@ import orjson
 
 from areal.api.messages import Array, Episode, Row, TrainedRow
 from areal.store.filters import EpisodeFilter
+from areal.store.reader import rollout_line
 from areal.store.schema import StoreError
 from areal.store.search import ALL, EpisodeLine, StoreSearch
 
@@ -35,8 +36,8 @@ READ_AT_ONCE = 100
 ROW_GROUP_EPISODES, ROW_GROUP_TOKENS = 1000, 2_000_000
 """What Parquet holds in memory before it is written."""
 JSON_IN_PARQUET = ("messages", "stats", "nodes")
-DIGITS = 4
-"""Of seconds, as in rollouts.jsonl."""
+COLUMNS = ("id", "sample", "state", "reason", "staleness", "prompt_tokens", "truncated")
+"""What a line has besides those of rollouts.jsonl."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,24 +88,13 @@ def episode_records(store: StoreSearch, chosen: EpisodeFilter = ALL) -> Iterator
 
 def episode_record(line: EpisodeLine, episode: Episode, trained: list[TrainedRow]) -> Record:
     computed: list[TrainedRow | None] = [*trained] or [None] * len(episode.rows)
+    columns = dataclasses.asdict(line)
     return {
-        "id": line.id,
-        "step": line.step,
-        "task_id": line.task_id,
-        "sample": line.sample,
-        "state": line.state,
-        "reason": line.reason,
-        "reward": line.reward,
-        "messages": episode.messages,
-        "version_min": line.oldest_version,
+        **{name: columns[name] for name in COLUMNS},
+        **rollout_line(line.step, line.task_id, episode),
+        "version_min": line.oldest_version,  # these three also without tokens
         "version_max": line.newest_version,
-        "staleness": line.staleness,
         "tokens": line.tokens,
-        "prompt_tokens": line.prompt_tokens,
-        "truncated": line.truncated,
-        "calls": line.calls,
-        "seconds": round(line.seconds, DIGITS),
-        "turns": [(round(asked, DIGITS), round(answered, DIGITS), tokens) for asked, answered, tokens in episode.turns],
         "stats": episode.stats,
         "nodes": [dataclasses.asdict(node) for node in episode.nodes],
         "rows": [_row_record(row, each) for row, each in zip(episode.rows, computed, strict=True)],

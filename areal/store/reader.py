@@ -205,7 +205,7 @@ def _altered_fields(data: bytes, checks: bytes) -> list[str]:
         return [ROWS]
 
 
-def rollout_line(step: int, task_id: int, episode: Episode) -> dict[str, Any]:
+def rollout_line(step: int | None, task_id: int, episode: Episode) -> dict[str, Any]:
     """An episode in rollouts.jsonl."""
     return {
         "step": step,

@@ -372,7 +372,7 @@ class TrainingRun(ABC):
         complete = self._directory.checkpoint(step)
         self._store.checkpoint(step, complete.name, checkpoint_digest(complete))
         self._directory.note_saved()
-        self._directory.prune(self._saver.keep)
+        self._store.checkpoints_removed(before_step=self._directory.prune(self._saver.keep))
 
     def _wait_until_saved(self) -> None:
         saving, self._saving = self._saving, None

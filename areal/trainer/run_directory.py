@@ -82,16 +82,19 @@ class RunDirectory(Closing):
     def checkpoints(self) -> list[Path]:
         """Complete ones, oldest first; other directories are ignored."""
         found = (self.path / "checkpoints").glob("step-*")
-        ours = {int(path.name[5:]): path for path in found if CHECKPOINT_NAME.fullmatch(path.name) and path.is_dir()}
+        ours = {_step_of(path): path for path in found if CHECKPOINT_NAME.fullmatch(path.name) and path.is_dir()}
         return [ours[step] for step in sorted(ours)]
 
     def note_saved(self) -> None:
         """There is a checkpoint: from now on, a run without one has lost it."""
         (self.path / ".saved").touch()
 
-    def prune(self, keep: int) -> None:
-        for old in self.checkpoints()[:-keep]:
+    def prune(self, keep: int) -> int:
+        """Remove all checkpoints but the newest; returns the step of the oldest that is left."""
+        found = self.checkpoints()
+        for old in found[:-keep]:
             shutil.rmtree(old)
+        return _step_of(found[-keep:][0])
 
     def finish(self, summary: dict[str, Any]) -> None:
         write_atomically(self.path / "summary.json", json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
@@ -135,6 +138,10 @@ def without_secrets(config: ExperimentConfig) -> dict[str, Any]:
     if values.get("proxy", {}).get("admin_key"):
         values["proxy"]["admin_key"] = ""
     return values
+
+
+def _step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step-"))
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -92,7 +92,7 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     run, engine = make_directory(tmp_path), engine_for_a_run()
     for step in (1, 5, 10):
         save(run.checkpoint(step), engine, step)
-    run.prune(2)
+    assert run.prune(2) == 5
     assert [path.name for path in run.checkpoints()] == ["step-000005", "step-000010"]
     run.close()
 

@@ -17,11 +17,19 @@ from areal.api.errors import ArealError, EngineError, RunExists
 from areal.api.messages import GroupResult
 from areal.config.experiment import DatasetConfig, PPOConfig
 from areal.config.rollout import GenerationHyperparameters, RolloutConfig
-from areal.config.training import EvaluatorConfig, OptimizerConfig, RecoverConfig, ReferenceConfig, SaverConfig
+from areal.config.training import (
+    EvaluatorConfig,
+    OptimizerConfig,
+    RecoverConfig,
+    ReferenceConfig,
+    SaverConfig,
+    StoreConfig,
+)
 from areal.engine.models import open_trainable
 from areal.engine.training.engine import ScoringEngine, TokenBatch
 from areal.engine.training.learner import Learner, LogProbs
 from areal.engine.training.packing import Span
+from areal.store.reader import StoreReader
 from areal.trainer import learners
 from areal.trainer.logs import read_lines, read_metrics
 
@@ -54,6 +62,17 @@ def test_a_step_whose_weights_could_not_be_published_is_written_down_once(
     tasks = [row["task_id"] for row in read_lines(run_dir / "rollouts.jsonl")]
     assert tasks == [task for task in range(8) for _ in range(4)]
     assert all("step_seconds" in row for row in read_metrics(run_dir))
+
+
+def test_tokens_that_no_checkpoint_needs_are_forgotten_where_none_are_to_be_kept(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver, store = SaverConfig(freq_steps=1, keep=2), StoreConfig(keep_tokens="none")
+    run(ppo_config(tmp_path, model, saver=saver, store=store), monkeypatch)
+    with StoreReader(tmp_path / "test/one") as reader:
+        assert [each["step"] for each in reader.checkpoints()] == [3, 4]
+        assert [step for step in (1, 2, 3, 4) if reader.batch(step) is not None] == [4]
+    assert steps_in(tmp_path / "test/one/rollouts.jsonl") == [step for step in (1, 2, 3, 4) for _ in range(8)]
 
 
 def test_a_run_with_a_kl_penalty_has_a_reference_without_a_gradient(
