@@ -103,6 +103,9 @@ def _declare_simulate(parser: argparse.ArgumentParser) -> None:
         "--latency", required=True, metavar="TRACE", help="a run's directory, a trace file, or lognormal:mean=0.5"
     )
     parser.add_argument("--eta", type=int, nargs="+", help="rollout.max_head_offpolicyness (0 1 2 4; with --gpus 4)")
+    parser.add_argument(
+        "--when-stale", choices=("wait", "drop", "train"), default="wait", help="rollout.when_stale (wait)"
+    )
     for name, default, what in (
         ("engines", 1, "inference engines"),
         ("trainers", 1, "data-parallel trainers"),

@@ -35,9 +35,18 @@ HEADINGS = (
     "\nexpired",
 )
 AS_GIVEN = "as the file says"
-LINKS = ("waiting for episodes", "dealing", "computing", "communicating", "publishing", "saving", "restarting")
+LINKS = (
+    "waiting for episodes",
+    "waiting for the oldest",
+    "dealing",
+    "computing",
+    "communicating",
+    "publishing",
+    "saving",
+    "restarting",
+)
 """Of the training loop, in the order in which they are drawn."""
-COLOURS = ("#c7c7c7", "#9467bd", "#1f77b4", "#17becf", "#ff7f0e", "#8c564b", "#d62728")
+COLOURS = ("#c7c7c7", "#7f7f7f", "#9467bd", "#1f77b4", "#17becf", "#ff7f0e", "#8c564b", "#d62728")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -65,7 +74,10 @@ def run(args: argparse.Namespace) -> int:
 def _by_eta(args: argparse.Namespace, trace: Trace) -> int:
     counts = {name: getattr(args, name) for name in COUNTS}
     predictions = {
-        eta: predict(Scenario(trace, max_head_offpolicyness=eta, cores=args.cores, **counts)) for eta in args.eta
+        eta: predict(
+            Scenario(trace, max_head_offpolicyness=eta, when_stale=args.when_stale, cores=args.cores, **counts)
+        )
+        for eta in args.eta
     }
     if args.json:
         print(json.dumps({f"eta_{eta}": dataclasses.asdict(each) for eta, each in predictions.items()}))
@@ -96,6 +108,7 @@ class _SizedRun:
             "ranks": f"fsdp:d{s.ranks.ranks.data}t{s.ranks.ranks.tensor}",
             **{name: getattr(s, name) for name in COUNTS if name not in ("engines", "trainers")},
             "max_head_offpolicyness": s.max_head_offpolicyness,
+            "when_stale": s.when_stale,
         }
         fan_out = {**s.fan_out.limits(), "stage": s.fan_out.stage_seconds(), "write": s.fan_out.write_seconds}
         return {
@@ -141,9 +154,11 @@ def _scenarios(args: argparse.Namespace, machines: Machines, trace: Trace) -> li
     if args.ranks:
         ranks, counts = Ranks.parse(args.ranks), {name: getattr(args, name) for name in COUNTS}
         engines, _ = counts.pop("engines"), counts.pop("trainers")
-        return [machines.scenario(trace, engines, ranks, max_head_offpolicyness=eta, **counts) for eta in args.eta]
-    counts = {name: getattr(args, name) for name in ("batch_size", "n_samples", "steps")}
-    return [machines.plan(trace, gpus, eta=eta, **counts) for gpus in args.gpus for eta in args.eta]
+        planned = [machines.scenario(trace, engines, ranks, max_head_offpolicyness=eta, **counts) for eta in args.eta]
+    else:
+        counts = {name: getattr(args, name) for name in ("batch_size", "n_samples", "steps")}
+        planned = [machines.plan(trace, gpus, eta=eta, **counts) for gpus in args.gpus for eta in args.eta]
+    return [dataclasses.replace(scenario, when_stale=args.when_stale) for scenario in planned]
 
 
 def _print_runs(args: argparse.Namespace, runs: list[_SizedRun]) -> None:

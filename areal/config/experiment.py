@@ -130,10 +130,22 @@ class PPOConfig(ExperimentConfig):
             "actor.adv_norm=group needs gconfig.n_samples > 1, got 1; one sample has no spread",
         )
         self._check_baseline()
+        self._check_stale()
         require(
             self.actor.ppo_n_minibatches <= self.train_dataset.batch_size,
             f"actor.ppo_n_minibatches={self.actor.ppo_n_minibatches} exceeds "
             f"train_dataset.batch_size={self.train_dataset.batch_size}; a minibatch needs at least one group",
+        )
+
+    def _check_stale(self) -> None:
+        """Only the decoupled loss, chosen or implied, weighs samples of any age rightly."""
+        actor, rollout = self.actor, self.rollout
+        same_arithmetic = rollout.dtype == actor.dtype == "float32"
+        recomputes = actor.recompute_logprob is True or (actor.recompute_logprob == "auto" and not same_arithmetic)
+        require(
+            rollout.when_stale != "train" or actor.use_decoupled_loss or recomputes,
+            "rollout.when_stale=train trains samples of any age, which needs the decoupled loss, got "
+            "actor.use_decoupled_loss=false; set it to true, or rollout.when_stale to wait or drop",
         )
 
     def _check_baseline(self) -> None:

@@ -23,6 +23,8 @@ GREEDY_BELOW = 1e-4
 """Smaller temperatures are greedy: logits divided by them might leave float32."""
 MAX_TEMPERATURE = 3.4e38
 """What float32 holds."""
+WhenStale = Literal["wait", "drop", "train"]
+
 URL_SCHEMES = ("http://", "https://")
 """Of the addresses of vLLM's and SGLang's own servers."""
 MAX_COUNT = 2**31
@@ -238,6 +240,10 @@ class RolloutConfig(Resources):
 
     max_head_offpolicyness: int = 2
     """How many versions a trained sample may lag behind the policy; 0 = synchronous."""
+    when_stale: WhenStale = "wait"
+    """What happens to groups that would lag further: wait = a batch waits for those that are about to, so that none is
+    lost and long episodes are trained as often as they occur; drop = they are rejected, which removes the longest;
+    train = they are trained, however old, which needs the decoupled loss (actor.use_decoupled_loss)."""
     max_concurrent_rollouts: int = 256
     """Episodes running at once."""
     max_idle_rejections: int = 512

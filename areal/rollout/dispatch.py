@@ -8,7 +8,8 @@ nothing of batches, staleness or training.
 import asyncio
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import cloudpickle
@@ -49,11 +50,16 @@ class Dispatch:
         self._load = Counter[int]()
         self._group_seconds = group_seconds
 
-    async def send(self, task: GroupTask) -> GroupResult:
-        """Raises what the worker raises, `WeightMismatch`, or `WorkflowError` if the worker is stuck."""
+    async def send(
+        self, task: GroupTask, at_worker: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> GroupResult:
+        """Raises what the worker raises, `WeightMismatch`, or `WorkflowError` if the worker is stuck.
+
+        `at_worker` is entered each time that a worker gets the group, and left when it ends or is lost.
+        """
         while True:
             try:
-                result = await self._run(task)
+                result = await self._run(task, at_worker)
                 break
             except GroupLost as lost:
                 logger.debug("the group of task %d runs again: %s", task.task_id, lost)
@@ -62,14 +68,14 @@ class Dispatch:
             self.stalls.end(stall, logged=stall.process == os.getpid())
         return result
 
-    async def _run(self, task: GroupTask) -> GroupResult:
+    async def _run(self, task: GroupTask, at_worker: Callable[[], AbstractContextManager[None]]) -> GroupResult:
         workers = self._workers
         index = min(range(len(workers)), key=lambda i: (not workers[i].present, self._load[i]))
         self._load[index] += task.n_samples
         deadline = asyncio.timeout(None)
         try:
             await workers[index].until_present()
-            with self.sent.entered(f"task {task.task_id}", self._group_seconds):
+            with at_worker(), self.sent.entered(f"task {task.task_id}", self._group_seconds):
                 async with asyncio.timeout(self._group_seconds) as deadline:
                     return await workers[index].run_group(task)
         except TimeoutError:

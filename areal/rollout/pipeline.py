@@ -4,15 +4,16 @@
 others with a reason; `Rejections` counts those reasons. All of it happens on one event loop and is driven by events: a
 group that ends and a version that is published each lead to the next admission at once. Nothing polls.
 
-Invariants: a group that is handed over is at most `max_staleness` versions old; groups and evaluations together never
-run more episodes than allowed, and evaluations, which hold up their caller, go first; after the first failure nothing
-more is started and every waiting call raises it.
+Invariants: a group that is handed over is at most `max_staleness` versions old, unless `when_stale` is `train`; under
+`wait` none is dropped for its age (admission.py says why that can be); groups and evaluations together never run more
+episodes than allowed, and evaluations, which hold up their caller, go first; after the first failure nothing more is
+started and every waiting call raises it.
 """
 
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any, Protocol
 
 from areal.api.errors import NothingAccepted, RejectReason
@@ -21,6 +22,7 @@ from areal.infra.stalls import StallLog
 from areal.infra.status import of_wait
 from areal.rollout.admission import Admission
 from areal.rollout.dispatch import Dispatch, GroupWorker, pack_task
+from areal.rollout.waves import Waves
 from areal.utils import waits
 from areal.utils.logging import getLogger
 
@@ -82,14 +84,20 @@ class Pipeline:
         """`group_seconds` as in `Dispatch`; `ready`: groups that ended in an earlier session of the run."""
         self.admission = admission
         self.evaluation_rejections = Rejections("evaluation ")
+        self.expiring_wait_seconds = 0.0
+        """Of the latest `take`: how long it waited, with enough groups ready, for others that were about to expire."""
         self._dispatch = Dispatch(workers, group_seconds)
         self._record = record or NoRecord()
         self._ready = ReadyGroups(admission, keep, max_idle_rejections, self._record)
         self._ready.restore(ready)
+        self._waves = Waves(admission.batch_size, admission.max_staleness, admission.max_running)
         self._tasks = tasks
         self._n_samples = n_samples
         self._running: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
+        self._clock = asyncio.get_running_loop().time
+        self._taken_at: float | None = None
+        """When the batch was taken that the next version comes from."""
         self._failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         self._evaluating = 0
         """Evaluation episodes running."""
@@ -119,7 +127,10 @@ class Pipeline:
     def publish(self, version: int, digest: str) -> None:
         """The engine now has these weights; older groups may expire and new ones be admitted."""
         self._dispatch.weights.publish(version, digest)
-        self.admission.version = version
+        if self._taken_at is not None:
+            self._waves.trained(self._clock() - self._taken_at)
+            self._taken_at = None
+        self.admission.publish(version, self._waves.batches() if self.admission.when_stale == "wait" else 1)
         self._ready.expire()
         self._admit()
 
@@ -127,6 +138,13 @@ class Pipeline:
         """The next `count` groups, oldest first, none staler than allowed."""
         with waits.current().entered(lambda: f"waits for {count - len(self._ready)} of {count} groups"):
             await self._until(lambda: len(self._ready) >= count)
+        enough_at = self._clock()
+        with waits.current().entered(
+            lambda: f"waits for groups that are about to become too old: {self.admission.awaited()} of them still run"
+        ):
+            await self._until(lambda: len(self._ready) >= count and not self.admission.awaited())
+        self._taken_at = self._clock()
+        self.expiring_wait_seconds = self._taken_at - enough_at
         return self._ready.take(count)
 
     def pop_rejected(self) -> list[int]:
@@ -135,6 +153,10 @@ class Pipeline:
         Together with the trained ones they are those that a resumed run must not begin again.
         """
         return self._ready.pop_rejected()
+
+    def pop_dropped(self) -> "Tally":
+        """The groups, since the last call, that had been sampled and were too old to be trained."""
+        return self._ready.pop_dropped()
 
     async def evaluate(self, tasks: Sequence[dict[str, Any]], *, greedy: bool, max_running: int) -> list[GroupResult]:
         """Each task once, in order, while training goes on; rejections are part of the results.
@@ -228,7 +250,10 @@ class Pipeline:
     async def _run(self, task: GroupTask) -> None:
         """Runs in the background, so its error goes to the calls that wait for groups."""
         try:
-            self._ready.receive(await self._dispatch.send(task))
+            started_at = self._clock()
+            result = await self._dispatch.send(task, self.admission.sampling)
+            self._waves.ended(self._clock() - started_at)
+            self._ready.receive(result)
         except Exception as error:
             self.fail(error)
         self._admit()
@@ -293,6 +318,7 @@ class ReadyGroups:
         self.sampled_tokens = 0
         self._groups: list[GroupResult] = []
         self._rejected_ids: list[int] = []
+        self._dropped = Tally()
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -301,7 +327,7 @@ class ReadyGroups:
         """They were ready when the run ended; the first version that is published shows which are too old by now."""
         for result in groups:
             self._admission.start()
-            self._admission.accept()
+            self._admission.accept(result.oldest_version)
             self._groups.append(result)
 
     def receive(self, result: GroupResult) -> None:
@@ -312,7 +338,7 @@ class ReadyGroups:
         why = self._reason_to_reject(result)
         if why is None:
             self.rejections.idle.clear()
-            self._admission.accept()
+            self._admission.accept(result.oldest_version)
             self._record.ready(result)
             self._groups.append(result)
         else:
@@ -326,7 +352,7 @@ class ReadyGroups:
         groups, self._groups = self._groups, []
         for result in groups:
             if self._admission.is_stale(result.oldest_version):
-                self._admission.expire()
+                self._admission.expire(result.oldest_version)
                 self._reject(result, self._stale())
             else:
                 self._groups.append(result)
@@ -335,13 +361,18 @@ class ReadyGroups:
         """The oldest `count`; those of one age in the order of their tasks, not in that of their arrival."""
         self._groups.sort(key=lambda result: (result.oldest_version, result.task_id))
         batch, self._groups = self._groups[:count], self._groups[count:]
-        self._admission.consume(count)
+        self._admission.consume(result.oldest_version for result in batch)
         return batch
 
     def pop_rejected(self) -> list[int]:
         """Numbers of the tasks rejected since the last call, whatever the reason."""
         ids, self._rejected_ids = self._rejected_ids, []
         return ids
+
+    def pop_dropped(self) -> "Tally":
+        """Groups dropped for their age since the last call."""
+        dropped, self._dropped = self._dropped, Tally()
+        return dropped
 
     def _reason_to_reject(self, result: GroupResult) -> Rejection | None:
         if not result.episodes:
@@ -354,11 +385,45 @@ class ReadyGroups:
         """`why` goes for the episodes that were not rejected by themselves."""
         self._record.rejected(result, why)
         self._rejected_ids.append(result.task_id)
+        if why.reason is RejectReason.STALE:
+            self._dropped += Tally.of([result])
         for _ in result.episodes:
             self.rejections.add(why)
 
     def _stale(self) -> Rejection:
         return Rejection(RejectReason.STALE, f"older than {self._admission.max_staleness} versions")
+
+
+@dataclass(frozen=True)
+class Tally:
+    """Groups, and sums over their episodes."""
+
+    groups: int = 0
+    episodes: int = 0
+    tokens: int = 0
+    """Sampled, and trained if the group is."""
+    seconds: float = 0.0
+    reward: float = 0.0
+
+    @classmethod
+    def of(cls, groups: Sequence[GroupResult]) -> "Tally":
+        episodes = [episode for group in groups for episode in group.episodes]
+        return cls(
+            len(groups),
+            len(episodes),
+            sum(episode.trained_tokens for episode in episodes),
+            sum(episode.seconds for episode in episodes),
+            sum(episode.reward for episode in episodes),
+        )
+
+    def __add__(self, other: "Tally") -> "Tally":
+        return Tally(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
+
+    def means(self) -> dict[str, float]:
+        """Of an episode; empty if there is none."""
+        if not self.episodes:
+            return {}
+        return {name: getattr(self, name) / self.episodes for name in ("tokens", "seconds", "reward")}
 
 
 class Rejections:

@@ -25,10 +25,10 @@ class Bottleneck:
 
 def find_bottleneck(scenario: Scenario, run: Prediction, engine_room: float = math.inf) -> Bottleneck:
     """`engine_room`: requests that an engine can have at once."""
-    waiting = run.loop.get("waiting for episodes", 0.0)
-    if waiting > WAITING:
+    waiting = {name: run.loop.get(name, 0.0) for name in ("waiting for episodes", "waiting for the oldest")}
+    if sum(waiting.values()) > WAITING:
         return _of_rollout(scenario, run, engine_room)
-    links = {name: share for name, share in run.loop.items() if name not in ("waiting for episodes", "restarting")}
+    links = {name: share for name, share in run.loop.items() if name not in (*waiting, "restarting")}
     return _of_loop(max(links, key=links.__getitem__), scenario, run)
 
 
@@ -74,6 +74,13 @@ def _of_rollout(scenario: Scenario, run: Prediction, engine_room: float) -> Bott
         more = math.ceil(scenario.max_concurrent_rollouts * 1.5)
         return Bottleneck("episodes at once", f"engines have time to spare; rollout.max_concurrent_rollouts={more}")
     eta = scenario.max_head_offpolicyness
+    oldest = run.loop.get("waiting for the oldest", 0.0)
+    if oldest > run.loop.get("waiting for episodes", 0.0):
+        return Bottleneck(
+            "staleness",
+            f"{oldest:.0%} of a step waits for the longest episodes, lest they become older than η = {eta}; "
+            f"rollout.max_head_offpolicyness={eta + 2}, or rollout.when_stale=train with the decoupled loss",
+        )
     return Bottleneck(
         "staleness",
         f"η = {eta} admits no more episodes; rollout.max_head_offpolicyness={eta + 2}, a larger batch, "

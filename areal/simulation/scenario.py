@@ -23,6 +23,7 @@ import numpy as np
 
 from areal.api.errors import ConfigError, GroupLost
 from areal.api.messages import Episode, GroupResult, GroupTask, Row
+from areal.config.rollout import WhenStale
 from areal.rollout.admission import Admission
 from areal.rollout.dispatch import GroupWorker
 from areal.rollout.pipeline import Pipeline, TaskStream
@@ -59,6 +60,7 @@ class Scenario:
     """Groups per step."""
     n_samples: int = 8
     max_head_offpolicyness: int = 2
+    when_stale: WhenStale = "wait"
     max_concurrent_rollouts: int = 256
     steps: int = 50
     cores: float | None = None
@@ -207,6 +209,7 @@ class _Simulation:
             max_running=s.max_running,
             total_groups=s.steps * s.batch_size,
             consumed=first * s.batch_size,
+            when_stale=s.when_stale,
         )
         settled = {task for step in self.steps.values() for task in (*step.trained, *step.rejected)}
         tasks: TaskStream = ((number, {}) for number in itertools.count() if number not in settled)
@@ -227,6 +230,7 @@ class _Simulation:
             for version in range(first, s.steps):
                 with self._part("waiting for episodes"):
                     groups = await pipeline.take(s.batch_size)
+                self._split_waiting(pipeline.expiring_wait_seconds)
                 step = _Step.of(groups, version, pipeline.pop_rejected())
                 await self._train(cluster, [tokens + s.prompt_tokens for tokens in step.tokens])
                 self.steps[version] = step
@@ -273,6 +277,11 @@ class _Simulation:
             yield
         finally:
             self.loop_seconds[name] += _now() - began
+
+    def _split_waiting(self, expiring_seconds: float) -> None:
+        """How much of the last wait was for episodes about to expire."""
+        self.loop_seconds["waiting for episodes"] -= expiring_seconds
+        self.loop_seconds["waiting for the oldest"] += expiring_seconds
 
     def _meters(self, cluster: "_Cluster") -> "_Meters":
         return _Meters(_now(), len(self.steps), dict(self.loop_seconds), cluster.used_seconds())

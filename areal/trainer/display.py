@@ -300,6 +300,7 @@ def results(summary: dict[str, Any]) -> list[str]:
         f"processor time · {cpu}",
         *_pauses(summary["weight_pause_seconds"]),
         _logprobs(summary["max_logprob_difference"]),
+        *_dropped(summary),
         *summary.get("stalls", []),
         *(summary[name] for name in ("greedy_verdict", "verdict") if name in summary),
     ]
@@ -309,6 +310,26 @@ def _logprobs(difference: float | None) -> str:
     if difference is None:
         return "engine and trainer log-probs were not compared: no token of the weights in training had an advantage"
     return f"engine and trainer log-probs differ by at most {difference:.0e}"
+
+
+def _dropped(summary: dict[str, Any]) -> list[str]:
+    """Whether what was dropped for its age is like what was trained."""
+    dropped, trained = summary.get("dropped", {}), summary.get("trained", {})
+    if not dropped.get("groups"):
+        return []
+    share = dropped["groups"] / (dropped["groups"] + trained["groups"])
+    compared = ", ".join(
+        f"{name} {format(dropped[key], form)} against {format(trained[key], form)}"
+        for name, key, form in (
+            ("seconds", "episode_seconds", ".2g"),
+            ("tokens", "episode_tokens", ".0f"),
+            ("reward", "episode_reward", ".2f"),
+        )
+    )
+    return [
+        f"{dropped['groups']:,} groups ({share:.1%}) were dropped as too old; their mean episode against the trained: "
+        f"{compared}; rollout.when_stale=wait trains them all"
+    ]
 
 
 def _pauses(seconds: dict[str, float]) -> list[str]:

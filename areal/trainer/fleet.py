@@ -21,7 +21,7 @@ from areal.engine.models import max_positions, vocab_size
 from areal.infra.scheduler import Ask
 from areal.rollout.admission import Admission
 from areal.rollout.loading import WorkflowSpec
-from areal.rollout.pipeline import Filter, GroupRecord, Pipeline, Rejections, TaskStream
+from areal.rollout.pipeline import Filter, GroupRecord, Pipeline, Rejections, Tally, TaskStream
 from areal.trainer.cluster import Cluster
 from areal.trainer.engines import Engines, EngineState, engine_asks
 from areal.trainer.processes import ask
@@ -166,6 +166,19 @@ class Fleet(Closing):
             return self._running.pop_rejected()
 
         return self.cluster.wait(pop())
+
+    def pop_dropped(self) -> Tally:
+        """The groups that were sampled and became too old to be trained, since the last call."""
+
+        async def pop() -> Tally:
+            return self._running.pop_dropped()
+
+        return self.cluster.wait(pop())
+
+    @property
+    def expiring_wait_seconds(self) -> float:
+        """How long the latest `take` waited, with enough groups ready, for others that were about to expire."""
+        return self._running.expiring_wait_seconds
 
     def evaluate(self, tasks: Sequence[dict[str, Any]], *, greedy: bool) -> list[GroupResult]:
         max_running = self._config.rollout.max_concurrent_rollouts

@@ -21,6 +21,7 @@ from areal.api.engine_api import WeightUpdate
 from areal.api.errors import ArealError
 from areal.api.messages import GroupResult, TrainedRow
 from areal.config.loader import build
+from areal.rollout.pipeline import Tally
 from areal.store.reader import StoreReader
 from areal.store.writer import StepRecord, StoreWriter
 from areal.trainer.curve import draw_reward_curve
@@ -47,6 +48,8 @@ RATE_STEPS = 10
 MAX_FIGURES = 512
 """Different names in the metrics of a run; what user code records under further ones is dropped."""
 
+NOTHING = Tally()
+
 logger = getLogger("trainer")
 
 
@@ -59,6 +62,11 @@ class Account:
     calls: int = 0
     max_logprob_difference: float | None = None
     """The largest between the engine's log-probs and the trainer's; None = no token could be compared yet."""
+    expiring_wait_seconds: float = 0.0
+    """For how long batches waited for groups that were about to become too old."""
+    trained: Tally = NOTHING
+    dropped: Tally = NOTHING
+    """Groups that were sampled and became too old to be trained."""
 
 
 class Journal(Closing):
@@ -120,18 +128,24 @@ class Journal(Closing):
         weights: WeightUpdate,
         figures: Mapping[str, float],
         computed: Sequence[TrainedRow] = (),
+        dropped: Tally = NOTHING,
     ) -> Figures:
         """A step that led to these weights has been taken; when this returns, it is in the store with its groups.
 
-        `figures` are those of `step_figures` and whatever else is known by now; `computed` is of each row. Returns its
-        line of metrics.
+        `figures` are those of `step_figures` and whatever else is known by now; `computed` is of each row; `dropped` is
+        what became too old to be trained since the step before. Returns its line of metrics.
         """
         account = self._account
         account.calls += int(figures["calls"])
+        account.trained += Tally.of(groups)
+        account.dropped += dropped
+        account.expiring_wait_seconds += figures.get("expiring_wait_seconds", 0.0)
         if "max_logprob_difference" in figures:
             seen = figures["max_logprob_difference"]
             account.max_logprob_difference = max(account.max_logprob_difference or 0.0, seen)
-        own = {**figures, "tokens_per_second": self._rate.step(figures["tokens"]), "store_seconds": 0.0}
+        means = {f"dropped/{name}": mean for name, mean in dropped.means().items()}
+        rate = self._rate.step(figures["tokens"])
+        own = {**figures, **means, "tokens_per_second": rate, "store_seconds": 0.0}
         row = finite({**self._recorded.means(groups, own), **own, "time_seconds": self._seconds})
         batch = [group.task_id for group in groups]
         trained = _by_episode(groups, computed) if computed else {}
@@ -184,6 +198,8 @@ class Journal(Closing):
             size = reader.bytes()
         known = {
             **asdict(account),
+            "trained": _with_means(account.trained),
+            "dropped": _with_means(account.dropped),
             "calls_per_second": account.calls / account.seconds,
             "store": {"bytes": size, "cpu_seconds": self._store.cpu_seconds},
             "held_out": {key: _in_summary(evaluation) for key, evaluation in self._evaluations.items()},
@@ -220,6 +236,12 @@ def _by_episode(
         for group in groups
         for sample, episode in enumerate(group.episodes)
     }
+
+
+def _with_means(tally: Tally) -> dict[str, float]:
+    """Groups and tokens, and what an episode of them is like."""
+    means = {f"episode_{name}": mean for name, mean in tally.means().items()}
+    return {"groups": tally.groups, "episodes": tally.episodes, "tokens": tally.tokens, **means}
 
 
 def _in_summary(evaluation: Evaluation) -> dict[str, Any]:

@@ -180,7 +180,8 @@ class _PPORun(TrainingRun):
             self._training.append((taken, trained))
             weights = self._engine.publish(self._config.rollout.dtype)
             figures = {**self._figures(began, taken, trained), **step_figures(groups, version, learned.figures)}
-            row = self._journal.commit(self._step + 1, groups, weights, figures, learned.rows)
+            dropped = self._fleet.pop_dropped()
+            row = self._journal.commit(self._step + 1, groups, weights, figures, learned.rows, dropped)
             self._settle(groups)
             try:
                 self._publish(weights)
@@ -228,6 +229,7 @@ class _PPORun(TrainingRun):
             max_running=max(1, config.rollout.max_concurrent_rollouts // config.gconfig.n_samples),
             total_groups=self._total_steps * batch_size,
             consumed=self._step * batch_size,
+            when_stale=config.rollout.when_stale,
         )
         begun = Settled(self._settled.below, set(self._settled.beyond))
         for group in ready:
@@ -273,6 +275,7 @@ class _PPORun(TrainingRun):
         return {
             "step_seconds": now - began,
             "wait_seconds": taken - began,
+            "expiring_wait_seconds": self._fleet.expiring_wait_seconds,
             "train_seconds": trained - taken,
             "publish_seconds": now - trained,
             "rejected": float(counts.total()),

@@ -8,6 +8,7 @@ tasks run again. Groups that are ready are trained as if the run had never ended
 from dataclasses import dataclass
 from typing import Any
 
+from areal.config.loader import build
 from areal.store.reader import StoreReader
 from areal.store.writer import StoreWriter
 from areal.trainer.journal import Account
@@ -42,7 +43,7 @@ def find_standing(store: StoreWriter, saved: dict[str, Any]) -> Standing:
         last, has_groups = max(known, default=0), bool(reader.states())
         while step + 1 in known and reader.keeps_batch(step + 1):
             step += 1
-        account = _account(reader, step) or Account(**saved.get("account", {}))
+        account = _account(reader, step) or build(Account, saved.get("account", {}))
     if last > step:
         if has_groups:
             notes.append(
@@ -57,11 +58,11 @@ def find_standing(store: StoreWriter, saved: dict[str, Any]) -> Standing:
     if last < step:
         store.settle(step, settled.below, settled.beyond)
     store.flush()
-    return Standing(step, saved["step"], account, Account(**saved.get("account", {})), settled, tuple(notes))
+    return Standing(step, saved["step"], account, build(Account, saved.get("account", {})), settled, tuple(notes))
 
 
 def _account(reader: StoreReader, step: int) -> Account | None:
     """The totals after a step and the evaluations that followed it; None if the store does not know them."""
     kept = [each.account for each in reader.steps(after=step - 1) if each.step == step]
     kept += [each["account"] for each in reader.evaluations() if each["step"] == step]
-    return Account(**kept[-1]) if kept else None
+    return build(Account, kept[-1]) if kept else None

@@ -174,6 +174,12 @@ def test_override_below_a_value_is_refused() -> None:
         (["actor.ppo_n_minibatches=64", "train_dataset.batch_size=32"], "actor.ppo_n_minibatches=64 exceeds"),
         (["rollout.in_process=true", "rollout.num_workers=2"], "rollout.in_process runs one worker"),
         (["rollout.max_head_offpolicyness=-1"], "rollout.max_head_offpolicyness must be >= 0, got -1; use 0 for"),
+        (
+            ["rollout.when_stale=train"],
+            "rollout.when_stale=train trains samples of any age, which needs the decoupled loss, got "
+            "actor.use_decoupled_loss=false; set it to true, or rollout.when_stale to wait or drop",
+        ),
+        (["rollout.when_stale=never"], "rollout.when_stale must be one of"),
         (["valid_dataset.batch_size=0"], "valid_dataset.batch_size must be >= 1, got 0"),
         (["actor.optimizer.lr=0"], "actor.optimizer.lr must be > 0, got 0.0"),
         (["actor.optimizer.beta2=1"], "actor.optimizer.beta2 must lie in [0, 1), got 1.0"),
@@ -189,6 +195,12 @@ def test_values_and_combinations_that_mean_nothing_are_refused_by_their_full_nam
     words: list[str], message: str
 ) -> None:
     assert refusal(*words).startswith(message)
+
+
+@pytest.mark.parametrize("setting", ["use_decoupled_loss=true", "recompute_logprob=true", "dtype=bfloat16"])
+def test_samples_of_any_age_are_trained_with_the_decoupled_loss_chosen_or_implied(tmp_path: Path, setting: str) -> None:
+    config = load_text(tmp_path, "rollout: {when_stale: train}", f"actor.{setting}")
+    assert config.rollout.when_stale == "train"
 
 
 def test_critic_needs_no_group(tmp_path: Path) -> None:

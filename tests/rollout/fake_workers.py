@@ -105,6 +105,7 @@ def numbered_tasks() -> Iterator[tuple[int, dict[str, Any]]]:
 
 def make_pipeline(workers: list[Any], *, tasks: Any = None, n_samples: int = 1, **options: Any) -> Pipeline:
     bounds = {"batch_size": 2, "max_staleness": 1, "max_running": 100, "total_groups": 1000}
+    bounds |= {"consumed": 0, "when_stale": "wait"}
     admission = Admission(**{key: options.pop(key, value) for key, value in bounds.items()})
     settings = {"max_idle_rejections": 100, **options}
     return Pipeline(workers, admission, tasks or numbered_tasks(), n_samples=n_samples, **settings)

@@ -1,4 +1,6 @@
-"""How many groups may be in flight."""
+"""How many groups may be in flight, and which of them a batch waits for."""
+
+from contextlib import ExitStack
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -28,6 +30,7 @@ class Run(RuleBasedStateMachine):
             consumed=self.first * batch_size,
         )
         self.started_at: list[int] = []
+        self.sampling: list[ExitStack] = []
         self.ready_from: list[int] = []
         self.training = False
 
@@ -36,38 +39,55 @@ class Run(RuleBasedStateMachine):
         for _ in range(self.admission.capacity(reserved)):
             self.admission.start()
             self.started_at.append(self.admission.version)
+            self.sampling.append(ExitStack())
+            self.sampling[-1].enter_context(self.admission.sampling())
 
     @precondition(lambda self: self.started_at)
     @rule(data=st.data())
     def end_one(self, data):
-        born = self.started_at.pop(data.draw(st.integers(0, len(self.started_at) - 1)))
-        if data.draw(st.booleans()) or self.admission.is_stale(born):
+        place = data.draw(st.integers(0, len(self.started_at) - 1))
+        born = self.started_at.pop(place)
+        self.sampling.pop(place).close()
+        if data.draw(st.integers(0, 4)) == 4:
             self.admission.reject()
         else:
-            self.admission.accept()
+            assert not self.admission.is_stale(born)
+            self.admission.accept(born)
             self.ready_from.append(born)
 
-    @precondition(lambda self: not self.training and len(self.ready_from) >= self.admission.batch_size)
+    @precondition(lambda self: self.started_at)
+    @rule(data=st.data())
+    def lose_one_and_run_it_again(self, data):
+        place = data.draw(st.integers(0, len(self.started_at) - 1))
+        self.sampling[place].close()
+        self.sampling[place].enter_context(self.admission.sampling())
+        self.started_at[place] = self.admission.version
+
+    @precondition(lambda self: not self.training and self.may_take())
     @rule()
     def take(self):
         self.ready_from.sort()
         for born in self.ready_from[: self.admission.batch_size]:
             assert self.admission.version - born <= self.admission.max_staleness
+        self.admission.consume(self.ready_from[: self.admission.batch_size])
         del self.ready_from[: self.admission.batch_size]
-        self.admission.consume(self.admission.batch_size)
         self.training = True
         if self.admission.max_staleness == 0:
             assert self.admission.running == 0
 
     @precondition(lambda self: self.training)
-    @rule()
-    def publish(self):
-        self.admission.version += 1
+    @rule(data=st.data())
+    def publish(self, data):
+        wave = data.draw(st.integers(1, max(1, self.admission.max_staleness)))
+        self.admission.publish(self.admission.version + 1, wave)
         self.training = False
-        for born in list(self.ready_from):
-            if self.admission.is_stale(born):
-                self.admission.expire()
-                self.ready_from.remove(born)
+
+    def may_take(self):
+        return len(self.ready_from) >= self.admission.batch_size and not self.admission.awaited()
+
+    @invariant()
+    def nothing_grows_too_old_to_be_trained(self):
+        assert not any(map(self.admission.is_stale, (*self.started_at, *self.ready_from)))
 
     @invariant()
     def synchronous_training_starts_nothing_while_it_trains(self):
@@ -88,13 +108,7 @@ class Run(RuleBasedStateMachine):
         """Unless it trains or is over, something runs, may start, or is ready to be taken."""
         admission = self.admission
         over = admission.consumed == admission.total_groups
-        assert (
-            self.training
-            or over
-            or admission.running
-            or admission.capacity()
-            or len(self.ready_from) >= admission.batch_size
-        )
+        assert self.training or over or admission.running or admission.capacity() or self.may_take()
 
 
 TestRun = Run.TestCase
@@ -109,3 +123,43 @@ def test_reserved_room_is_not_given_to_groups():
 def test_age_is_counted_in_versions():
     admission = Admission(batch_size=1, max_staleness=2, max_running=1, total_groups=9, version=5)
     assert [admission.is_stale(version) for version in (2, 3, 5)] == [True, False, False]
+
+
+def test_batch_waits_as_soon_as_later_ones_could_not_take_what_it_leaves():
+    """Two batches would have to be taken at version 2: so one of them is waited for at version 1."""
+    admission = Admission(batch_size=2, max_staleness=2, max_running=9, total_groups=99)
+    with ExitStack() as old:
+        for _ in range(6):
+            admission.start()
+        for _ in range(4):
+            old.enter_context(admission.sampling())
+        for _ in range(2):
+            admission.accept(0)
+        assert not admission.awaited()
+        admission.consume([0, 0])
+        admission.publish(1)
+        for _ in range(2):
+            admission.start()
+            admission.accept(1)
+        assert admission.awaited()
+    for _ in range(2):
+        admission.accept(0)
+    assert not admission.awaited()
+
+
+def test_groups_are_admitted_in_waves_and_replaced_at_once():
+    admission = Admission(batch_size=2, max_staleness=2, max_running=9, total_groups=99)
+    started = []
+    for version in range(1, 5):
+        started.append(admission.capacity())
+        for _ in range(admission.capacity()):
+            admission.start()
+            admission.accept(0)
+        admission.consume([0, 0])
+        admission.publish(version, wave=2)
+    assert started == [6, 0, 4, 0]
+    for _ in range(admission.capacity()):
+        admission.start()
+    admission.publish(5, wave=2)
+    admission.reject()
+    assert admission.capacity() == 1

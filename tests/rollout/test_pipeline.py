@@ -84,7 +84,7 @@ async def test_synchronous_training_runs_nothing_between_take_and_publish(worker
 
 
 async def test_group_that_ends_too_old_is_dropped_and_replaced(worker):
-    pipeline = make_pipeline([worker], max_staleness=0, batch_size=1)
+    pipeline = make_pipeline([worker], max_staleness=0, batch_size=1, when_stale="drop")
     pipeline.publish(0, "w0")
     await worker.until_running(0)
     pipeline.publish(1, "w1")
@@ -97,7 +97,7 @@ async def test_group_that_ends_too_old_is_dropped_and_replaced(worker):
 
 
 async def test_ready_group_that_grows_too_old_is_dropped_and_replaced(worker):
-    pipeline = make_pipeline([worker], max_staleness=1, batch_size=1)
+    pipeline = make_pipeline([worker], max_staleness=1, batch_size=1, when_stale="drop")
     pipeline.publish(0, "w0")
     await worker.until_running(0, 1)
     worker.finish(group(0, version=0, episodes=3))
@@ -109,6 +109,68 @@ async def test_ready_group_that_grows_too_old_is_dropped_and_replaced(worker):
     assert pipeline.rejections.counts == {RejectReason.STALE: 3}
     assert pipeline.pop_rejected() == [0]
     worker.finish(group(2, version=1))
+    assert [result.task_id for result in await soon(pipeline.take(1))] == [2]
+    await pipeline.aclose()
+
+
+async def test_batch_waits_for_the_group_that_the_next_one_could_not_take(worker):
+    pipeline = make_pipeline([worker], max_staleness=1, batch_size=1)
+    pipeline.publish(0, "w0")
+    await worker.until_running(0, 1)
+    worker.finish(group(1))
+    assert [result.task_id for result in await soon(pipeline.take(1))] == [1]
+    pipeline.publish(1, "w1")
+    await worker.until_running(0, 2)
+    worker.finish(group(2, version=1))
+    batch = asyncio.ensure_future(pipeline.take(1))
+    await until_idle()
+    assert not batch.done()
+    worker.finish(group(0))
+    assert [result.task_id for result in await soon(batch)] == [0]
+    assert pipeline.expiring_wait_seconds > 0
+    pipeline.publish(2, "w2")
+    assert [result.task_id for result in await soon(pipeline.take(1))] == [2]
+    assert pipeline.rejections.counts.total() == 0
+    await pipeline.aclose()
+
+
+@pytest.mark.parametrize("when_stale", ["drop", "train"])
+async def test_batch_waits_for_no_one_unless_it_is_asked_to(worker, when_stale):
+    pipeline = make_pipeline([worker], max_staleness=1, batch_size=1, when_stale=when_stale)
+    pipeline.publish(0, "w0")
+    await worker.until_running(0, 1)
+    for version in (0, 1):
+        worker.finish(group(version + 1, version))
+        assert [result.task_id for result in await soon(pipeline.take(1))] == [version + 1]
+        pipeline.publish(version + 1, f"w{version + 1}")
+        await worker.until_running(0, version + 2)
+    worker.finish(group(0, episodes=2))
+    worker.finish(group(3, version=2))
+    taken = [result.task_id for result in await soon(pipeline.take(1))]
+    dropped = pipeline.pop_dropped()
+    if when_stale == "train":
+        assert (taken, dropped.groups) == ([0], 0)
+    else:
+        assert (taken, dropped.groups, dropped.episodes) == ([3], 1, 2)
+        assert dropped.means() == {"tokens": 2, "seconds": 0, "reward": 1}
+        assert pipeline.pop_dropped().groups == 0
+    await pipeline.aclose()
+
+
+async def test_group_that_runs_again_is_as_old_as_its_second_start():
+    first, second = HeldWorker(), HeldWorker()
+    pipeline = make_pipeline([first, second], max_staleness=1, batch_size=1)
+    pipeline.publish(0, "w0")
+    await first.until_running(0)
+    await second.until_running(1)
+    second.finish(group(1))
+    await soon(pipeline.take(1))
+    pipeline.publish(1, "w1")
+    await second.until_running(2)
+    first.present = False
+    first.break_down(0, GroupLost("rollout worker 0 was killed"))
+    await second.until_running(2, 0)
+    second.finish(group(2, version=1))
     assert [result.task_id for result in await soon(pipeline.take(1))] == [2]
     await pipeline.aclose()
 

@@ -42,6 +42,7 @@ def test_a_run_without_the_new_parts_is_predicted_as_before_to_the_last_bit() ->
             n_samples=3,
             max_concurrent_rollouts=48,
             steps=12,
+            when_stale="drop",
         )
     )
     # Of the release before this one.
@@ -53,7 +54,8 @@ def test_a_run_without_the_new_parts_is_predicted_as_before_to_the_last_bit() ->
     assert (run.staleness, run.expired, run.goodput) == ({0: 15, 1: 83, 2: 46}, 21, 1.0)
     turns = [[Turn(0.3, 40), Turn(0.1, 7)], [Turn(2.0, 90)]]
     shared = Trace(turns, EngineSpeed(30, 250, 0.1), ClientSpeed(0.002), TrainerSpeed(2000, 0.1))
-    run = predict(Scenario(shared, workers=2, batch_size=4, n_samples=4, max_head_offpolicyness=1, steps=10, cores=2))
+    scenario = Scenario(shared, workers=2, batch_size=4, n_samples=4, max_head_offpolicyness=1, steps=10, cores=2)
+    run = predict(replace(scenario, when_stale="drop"))
     assert (run.seconds, run.trainer_idle) == (74.52027689837688, 0.9116347888913516)
 
 

@@ -263,6 +263,19 @@ def test_log_probs_that_were_never_compared_are_not_said_to_be_equal() -> None:
     assert not any("differ by at most" in line for line in lines)
 
 
+def test_what_was_dropped_for_its_age_is_compared_with_what_was_trained() -> None:
+    trained = {"groups": 90, "episode_seconds": 4.91, "episode_tokens": 80.4, "episode_reward": 0.5}
+    dropped = {"groups": 10, "episode_seconds": 11.2, "episode_tokens": 131.0, "episode_reward": 0.254}
+    line = (
+        "10 groups (10.0%) were dropped as too old; their mean episode against the trained: seconds 11 against 4.9, "
+        "tokens 131 against 80, reward 0.25 against 0.50; rollout.when_stale=wait trains them all"
+    )
+    assert line in display.results(SUMMARY | {"trained": trained, "dropped": dropped})
+    assert not any(
+        "dropped" in each for each in display.results(SUMMARY | {"trained": trained, "dropped": {"groups": 0}})
+    )
+
+
 def test_stopped_run_says_how_to_go_on() -> None:
     text = display.stopped(Path("runs/sort/blue"), 7, 20)
     assert text.splitlines() == [

@@ -1,6 +1,7 @@
 """A run's record: what a resumed run continues, held-out evaluations, overlap, and tokens per second."""
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ from small_runs import make_batch, make_conversation, make_directory, make_group
 
 from areal.api.engine_api import WeightUpdate
 from areal.api.messages import GroupResult
+from areal.config.loader import build
+from areal.rollout.pipeline import Tally
 from areal.store.writer import StoreWriter
 from areal.trainer.evaluation import wilson
 from areal.trainer.journal import (
@@ -42,13 +45,14 @@ class Record(Closing):
         self.journal.close()
         self.store.close()
 
-    def step(self, step: int, groups: list[GroupResult], **policy: float) -> None:
+    def step(self, step: int, groups: list[GroupResult], dropped: Sequence[GroupResult] = (), **policy: float) -> None:
         """The tasks of each step are others, as in a run."""
         groups = [replace(group, task_id=100 * step + group.task_id) for group in groups]
         for group in groups:
             self.store.ready(group)
         figures = step_figures(groups, step, policy)
-        row = self.journal.commit(step, groups, WeightUpdate(step, "digest", ""), figures)
+        weights = WeightUpdate(step, "digest", "")
+        row = self.journal.commit(step, groups, weights, figures, dropped=Tally.of(dropped))
         self.journal.step(step, groups, row)
 
     def steps(self, steps: range) -> None:
@@ -97,6 +101,23 @@ def test_names_that_agents_record_are_bounded_over_a_run_and_its_resumption(
     warnings = [record.getMessage() for record in caplog.records if "statistics may have" in record.getMessage()]
     assert len(warnings) == 2  # one for each session of the run
     assert "may have 64 names in an episode and 512 in a run" in warnings[0]
+    run.close()
+
+
+def test_dropped_groups_are_told_beside_the_trained_and_counted_over_all_sessions(tmp_path: Path) -> None:
+    run = make_directory(tmp_path)
+    account, groups = Account(), make_batch()
+    for step in (1, 2):
+        with Record(run, step - 1, account) as record:
+            record.step(step, groups, FAILURE if step == 1 else [], expiring_wait_seconds=0.25)
+            account = build(Account, asdict(record.journal.account))  # as a checkpoint keeps it
+            summary = record.journal.summary()
+    first, second = read_metrics(run.path)
+    assert (first["dropped/reward"], first["expiring_wait_seconds"]) == (0.25, 0.25)
+    assert "dropped/reward" not in second
+    assert (summary["dropped"]["groups"], summary["dropped"]["episode_reward"]) == (4, 0.25)
+    assert (summary["trained"]["groups"], summary["trained"]["tokens"]) == (2 * len(groups), 2 * first["tokens"])
+    assert summary["expiring_wait_seconds"] == 0.5
     run.close()
 
 
