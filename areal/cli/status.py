@@ -7,7 +7,6 @@ a driver is told from its files: finished, stopped or killed, at which step and 
 import argparse
 import asyncio
 import json
-import os
 import re
 import socket
 import time
@@ -19,7 +18,7 @@ from areal.api.errors import ArealError, ConfigError
 from areal.infra.rpc.channel import ChannelClosed
 from areal.infra.rpc.connect import connect
 from areal.infra.rpc.wire import api_wire
-from areal.trainer.status import ANSWER_SECONDS, DRIVER_FILE, Report, lines_of
+from areal.trainer.status import ANSWER_SECONDS, DRIVER_FILE, Report, lines_of, start_of
 
 FINISHED, RESUMABLE, SILENT = 3, 4, 5
 """Exit codes, besides 0 of a run that runs."""
@@ -52,18 +51,13 @@ class _Driver:
     secret: str
     host: str
     pid: int
-    began: float
+    started: int
+    """As `start_of` says it."""
 
     @property
     def lives(self) -> bool | None:
         """Whether it still runs; None = it is on another host, so one cannot tell."""
-        if self.host != socket.gethostname():
-            return None
-        try:
-            started = os.stat(f"/proc/{self.pid}").st_ctime
-        except FileNotFoundError:
-            return False
-        return started <= self.began + 1.0  # another process has its number by now
+        return None if self.host != socket.gethostname() else start_of(self.pid) == self.started != 0
 
 
 def _driver(directory: Path) -> _Driver | None:

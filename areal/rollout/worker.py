@@ -207,12 +207,11 @@ class RolloutWorker(GroupWorker):
     async def doing(self) -> list[Doing]:
         """What its episodes do: one line for all that do the same."""
         doings = [doing_of(name, waits) or Doing(name, "is being read") for waits, name in self._episodes.items()]
-        asked = {} if self._engines is None else self._engines.in_flight
-        told = together(doings)
-        if self._episodes and self._engines is not None:
-            shares = " and ".join(f"{count} answers of {name.partition(' #')[0]}" for name, count in asked.items())
-            told.append(Doing("it", f"waits for {shares}" if asked else "knows no engine that serves"))
-        return told
+        return together(doings) + ([] if self._engines is None else [Doing("it", self._asked_for(self._engines))])
+
+    def _asked_for(self, engines: EngineGroup) -> str:
+        asked = [f"{count} answers of {name.partition(' #')[0]}" for name, count in engines.in_flight.items()]
+        return f"waits for {' and '.join(asked)}" if asked else "knows no engine that serves"
 
     @property
     def blocked_seconds(self) -> float | None:

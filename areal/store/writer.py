@@ -30,6 +30,7 @@ from areal.api.messages import Episode, GroupResult, Rejection, TrainedRow
 from areal.store.blobs import by_name, pack, pack_all
 from areal.store.checks import batch_digest, checks_of
 from areal.store.schema import STORE_FILE, StoreError, open_for_writing
+from areal.utils import waits
 from areal.utils.closing import Closing
 from areal.utils.shorten import shown
 
@@ -109,6 +110,8 @@ class StoreWriter(Closing):
         self._changes: deque[tuple[Change, Future[None] | None]] = deque()
         self._wake = threading.Condition()
         self._closed = False
+        self._is_full = False
+        """The disk; the thread waits for room."""
         self._failure: StoreError | None = None
         self.cpu_seconds = 0.0
         """What writing has computed for."""
@@ -258,7 +261,12 @@ class StoreWriter(Closing):
     def _put_and_wait(self, change: Callable[[sqlite3.Connection], Any]) -> None:
         committed: Future[None] = Future()
         self._put(change, committed)
-        committed.result()  # the thread has its own deadline, and ends every future when it ends
+        with waits.current().entered(self._what, self._patience_seconds, "store.full_disk_seconds"):
+            committed.result()  # the thread has its own deadline, and ends every future when it ends
+
+    def _what(self) -> str:
+        """What whoever is in `_put_and_wait` waits for."""
+        return f"waits for room on the disk of {self.path}" if self._is_full else f"waits until {self.path} is written"
 
     def _put(self, change: Callable[[sqlite3.Connection], Any], committed: Future[None] | None = None) -> None:
         with self._wake:
@@ -328,13 +336,14 @@ class StoreWriter(Closing):
                 if error.sqlite_errorcode & 0xFF not in FULL:
                     raise
                 if full_since is None:
-                    full_since = time.monotonic()
+                    full_since, self._is_full = time.monotonic(), True
                     self._say(
                         f"no room to write {self.path} ({error}); the run waits for up to {self._patience_seconds:g} s"
                     )
                 if time.monotonic() - full_since > self._patience_seconds:
                     raise
                 self._wait_for_room()
+        self._is_full = False
         if full_since is not None:
             self._say(f"there is room again; the run goes on after {time.monotonic() - full_since:.0f} s")
 

@@ -117,7 +117,7 @@ class RunStatus(Closing):
             "secret": self._secret,
             "host": socket.gethostname(),
             "pid": os.getpid(),
-            "began": self._began,
+            "started": start_of(os.getpid()),
         }
         path = self._run_dir / DRIVER_FILE
         new = path.with_suffix(".new")
@@ -179,6 +179,18 @@ def _with_answer(doing: Doing, answers: dict[str, list[Doing] | None]) -> Doing:
     return replace(
         doing, what=f"gave no answer for {ASK_SECONDS:g} s: it is frozen, or computes and lets no other thread run"
     )
+
+
+def start_of(pid: int) -> int:
+    """When a process of this machine was started, in ticks, which tells it from an earlier one of that number.
+
+    0 = there is none, or this system does not tell.
+    """
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return int(file.read().rpartition(")")[2].split()[19])
+    except OSError:
+        return 0
 
 
 def lines_of(report: Report, width: int | None = None) -> list[str]:

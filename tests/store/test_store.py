@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +16,12 @@ import pytest
 
 from areal.api.errors import RejectReason
 from areal.api.messages import Episode, GroupResult, Node, Rejection, Row, TrainedRow
+from areal.infra.status import of_wait
 from areal.store.reader import StoreReader
 from areal.store.schema import MIGRATIONS, STORE_FILE, StoreError
 from areal.store.writer import StepRecord, StoreWriter
+from areal.utils import waits
+from areal.utils.waits import Waits
 
 NO_FIGURES: dict[str, float | None] = {}
 
@@ -221,6 +225,30 @@ def test_a_full_disk_is_waited_for(tmp_path: Path) -> None:
     assert "goes on" in lines[1]
     with StoreReader(tmp_path) as reader:
         assert reader.states() == {"trained": 1}
+
+
+def test_whoever_waits_for_a_full_disk_says_so(tmp_path: Path) -> None:
+    full, part = threading.Event(), Waits()
+    store = StoreWriter(tmp_path, patience_seconds=60.0, say=lambda line: full.set())
+    store.flush()
+    _limit_pages(store, 1)
+    store.ready(large_group())
+    assert full.wait(30)
+
+    def commit() -> None:
+        with waits.of(part):
+            store.step(step_of(1, 0))
+
+    with ThreadPoolExecutor(1) as threads:
+        committed = threads.submit(commit)
+        while not (now := part.now()):
+            assert not committed.done()
+        told = of_wait("the trainer", now[0])
+        _limit_pages(store, 1_000_000)
+        committed.result(60)
+    store.close()
+    assert told.what == f"waits for room on the disk of {store.path}"
+    assert told.limit == "store.full_disk_seconds=60"
 
 
 def test_a_disk_that_stays_full_ends_the_run_with_a_remedy(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from areal.infra.rpc.connect import connect, serve
 from areal.infra.rpc.wire import api_wire
 from areal.trainer.run import TrainingRun
 from areal.trainer.run_directory import RunDirectory
-from areal.trainer.status import DRIVER_FILE, RunStatus
+from areal.trainer.status import DRIVER_FILE, RunStatus, start_of
 from areal.utils import waits
 
 DEADLINE_SECONDS = 60
@@ -235,7 +235,7 @@ def test_run_that_was_stopped_says_at_which_step_and_how_to_go_on(
 
 
 def test_run_whose_driver_was_killed_says_so(directory: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
-    dead = {"address": "tcp:127.0.0.1:1", "secret": "s", "host": os.uname().nodename, "pid": 2**22 + 1, "began": 0.0}
+    dead = {"address": "tcp:127.0.0.1:1", "secret": "s", "host": os.uname().nodename, "pid": os.getpid(), "started": 1}
     (directory.path / DRIVER_FILE).write_text(json.dumps(dead))
     assert main(["status", str(directory.path)]) == RESUMABLE
     killed, remedy = capsys.readouterr().out.splitlines()
@@ -253,7 +253,7 @@ def test_run_whose_driver_was_killed_says_so(directory: RunDirectory, capsys: py
 def test_driver_that_gives_no_answer_is_not_taken_for_dead(
     directory: RunDirectory, capsys: pytest.CaptureFixture[str], host: str, pid: int, phrase: str
 ) -> None:
-    silent = {"address": "tcp:127.0.0.1:1", "secret": "s", "host": host, "pid": pid, "began": 1e12}
+    silent = {"address": "tcp:127.0.0.1:1", "secret": "s", "host": host, "pid": pid, "started": start_of(pid)}
     (directory.path / DRIVER_FILE).write_text(json.dumps(silent))
     assert main(["status", str(directory.path)]) == SILENT
     assert phrase in capsys.readouterr().out
