@@ -55,7 +55,7 @@ def run(example: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
         (tmp_path / name).touch()
     monkeypatch.setenv("LOCKS", str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    patient = ("scheduler.heartbeat_seconds=120", "rollout.agent.timeout_seconds=600")
+    patient = ("scheduler.heartbeat_seconds=600", "rollout.agent.timeout_seconds=600")
     run = example("total_train_steps=1000", "workflow=held.Held", *patient)
     run.wait_for(r"starting the engine and the rollout workers: ")
     return run
@@ -108,12 +108,13 @@ def test_episodes_that_are_held_for_ever_are_told_with_the_right_sentence(
 def test_processes_that_are_stopped_are_told_as_frozen(
     run: Run, run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    run.wait_for(r"^step \d+/1000 ")
     with stopped(run.only("areal.engine.inference.server")):
-        frozen = r"engine is frozen: it shows no sign of life, .* \(scheduler.heartbeat_seconds=120\)"
-        until_told(run_dir, capsys, frozen, rf"  .*task \d+.* waits for the model, {LIMIT}")
+        frozen = r"engine is frozen: it shows no sign of life, .* \(scheduler.heartbeat_seconds=600\)"
+        waiting = rf"task \d+.* waits for the model, {LIMIT}|waits until engine .* the weights of version \d+"
+        until_told(run_dir, capsys, frozen, waiting)
     with stopped(run.only("areal.rollout.worker")):
         until_told(run_dir, capsys, "rollout worker 0 is frozen: it shows no sign of life", WAITING)
-    run.wait_for(r"^step \d+/1000 ")
 
 
 def test_ctrl_backslash_and_sigusr1_print_it_and_the_run_goes_on(run: Run, run_dir: Path) -> None:
