@@ -216,6 +216,7 @@ async def test_a_fetch_whose_connection_breaks_goes_on_over_another(
     assert driver.sent == PIECES
 
 
+@pytest.mark.slow
 async def test_what_a_killed_engine_had_fetched_its_neighbour_goes_on_with(
     driver: Driver, published: Published, host: Callable[[], HostWeights], tmp_path: Path
 ) -> None:

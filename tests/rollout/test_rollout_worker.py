@@ -279,11 +279,11 @@ async def test_episode_that_blocks_is_reported_while_it_does_and_with_its_group(
 
 
 async def test_episode_that_blocks_for_its_whole_time_is_rejected_and_others_go_on(start_worker):
-    worker = await start_worker(waits_for_itself, Counting, stall_seconds=0.05, agent=AgentConfig(timeout_seconds=0.5))
+    worker = await start_worker(waits_for_itself, Counting, stall_seconds=0.05, agent=AgentConfig(timeout_seconds=3))
     (rejection,) = (await worker.run_group(task())).rejections
     after = await worker.run_group(task(is_eval=True))
     assert rejection.reason is RejectReason.TIMEOUT
-    assert "waits_for_itself blocked the event loop for longer than 0.5 s" in rejection.detail
+    assert "waits_for_itself blocked the event loop for longer than 3 s" in rejection.detail
     assert "threading.Event().wait()" in rejection.trace
     assert len(after.episodes) == 1
 
