@@ -10,6 +10,7 @@ import json
 import math
 import os
 import random
+import re
 import signal
 import sys
 import threading
@@ -27,7 +28,8 @@ SAMPLED = "AREAL_ATTACKED_SAMPLED"
 """Names the file in which `TwoTurns` writes down its episodes."""
 MOMENT = "AREAL_ATTACKED_MOMENT"
 """Names one of the moments below, or none."""
-CHECKPOINT_BEGUN, CHECKPOINT_UNNAMED, CHECKPOINT_UNRECORDED = MOMENTS = (
+FIRST_WEIGHTS, CHECKPOINT_BEGUN, CHECKPOINT_UNNAMED, CHECKPOINT_UNRECORDED = MOMENTS = (
+    "first weights, or steps trained again",
     "checkpoint begun",
     "checkpoint written, not named",
     "checkpoint named, not recorded",
@@ -35,6 +37,8 @@ CHECKPOINT_BEGUN, CHECKPOINT_UNNAMED, CHECKPOINT_UNRECORDED = MOMENTS = (
 PARTIAL = ".partial"
 """How the directory of a checkpoint ends while that is written."""
 SHARED_MEMORY = "/dev/shm/"
+SCRATCH = re.compile(r"/dev/shm/[^/]+/")
+"""What the path of a directory within the run's own in shared memory begins with."""
 DELAY_SECONDS = 0.5
 RAISES, HANGS, NOT_A_NUMBER, EXITS = 0.05, 0.05, 0.05, 0.02
 
@@ -111,7 +115,7 @@ def note_shared_memory(notes: str) -> None:
 
 
 def kill_at(moment: str) -> None:
-    """End this process as `kill -9` does, at that moment of its next checkpoint."""
+    """End this process as `kill -9` does, when it first comes to that moment."""
     named: list[str] = []
 
     def audit(event: str, arguments: tuple[Any, ...]) -> None:
@@ -121,6 +125,7 @@ def kill_at(moment: str) -> None:
         if event == "os.rename" and path.endswith(PARTIAL):
             named.append(str(Path(path).parent))
         reached = {
+            FIRST_WEIGHTS: event == "os.mkdir" and SCRATCH.match(path),  # where they are about to be written
             CHECKPOINT_BEGUN: event == "os.mkdir" and path.endswith(PARTIAL),
             CHECKPOINT_UNNAMED: event == "os.rename" and path.endswith(PARTIAL),
             CHECKPOINT_UNRECORDED: event == "open" and path in named,  # the directory of its name, to be synchronised

@@ -1,9 +1,9 @@
 """What 200 kill -9 cost a run, and what its store costs: `python -m benchmarks.recovery --json`.
 
 The runs are short, of an agent that asks twice. Their drivers, engines, rollout workers and keepers are killed:
-anywhere in a step, right after a step is committed, while the run starts, recovers or resumes, and drivers also at
-three moments of a checkpoint. A driver is started again with the same command until its run is finished; for the
-others the run looks after itself.
+anywhere in a step, right after a step is committed, while the run starts or recovers, and drivers also while they
+train steps again that no checkpoint has, and at three moments of a checkpoint. A driver is started again with the same
+command until its run is finished; for the others the run looks after itself.
 
 Afterwards three witnesses must agree: the run store, its exports (metrics.jsonl, rollouts.jsonl), and a file to which
 the agents append each episode they have sampled. At each kill it is noted which groups had ended by then, according to
@@ -17,6 +17,7 @@ The seed decides who is killed and when; what that meets depends on the machine 
 """
 
 import argparse
+import math
 import random
 import shutil
 import signal
@@ -59,12 +60,12 @@ from benchmarks.report import Aim, main
 
 DRIVER = "driver"
 VICTIMS = {DRIVER: 20, ENGINE: 25, WORKER: 30, KEEPER: 25}
-"""Who is killed, and how often of a hundred times; a driver that kills itself at a checkpoint comes on top."""
+"""Who is killed, and how often of a hundred times; a driver that kills itself comes on top."""
 IN_STEP, AT_COMMIT, AT_ONCE = "in a step", "at a commit", "while it recovers"
 MOMENTS_OF_ALL = {IN_STEP: 45, AT_COMMIT: 25, AT_ONCE: 30}
 """When: some time after a step, right after one is committed, or some time after the last kill."""
 ARMED = 0.4
-"""The share of resumed drivers that will kill themselves at a checkpoint."""
+"""The share of resumed drivers that will kill themselves, at one of `MOMENTS`."""
 MOST_WAIT_SECONDS = 1.5
 """Before a kill in a step or after another."""
 LOOK_SECONDS = 0.01
@@ -74,6 +75,8 @@ KILLS_PER_RUN = 20
 COST_SECONDS = 1200.0
 """How long the example may take."""
 MOST_STORE_SHARE = 0.02
+OTHER_WEIGHTS = "gives other weights than it gave"
+"""How a run says that."""
 ENDED = (READY, TRAINED, REJECTED)
 """The states of groups that need not be sampled again."""
 STALENESS = (0, 2)
@@ -83,6 +86,8 @@ STALENESS = (0, 2)
 @dataclass(frozen=True)
 class Counts:
     kills: int = 200
+    minutes: float = math.inf
+    """For the kills; then there are fewer."""
     steps: int = 16
     """Of each run whose processes are killed."""
     cost_steps: int = 40
@@ -98,6 +103,8 @@ class Losses(Damage):
 
     missing_steps: int = 0
     steps_taken_back: int = 0
+    steps_with_other_weights: int = 0
+    """When a resumed run trained them again from what was stored."""
     rejected_groups: int = 0
     """The agents never fail by themselves."""
     thrown_away_tokens: int = 0
@@ -196,46 +203,50 @@ def _children(pid: int) -> set[int]:
     return set()
 
 
-def kill_processes(count: int, steps: int, seed: int, place: Path) -> Losses:
-    """Runs under fire, one after another, until there were so many kills. All must end as if nothing had happened."""
+def kill_processes(counts: Counts, seed: int, place: Path) -> Losses:
+    """Runs under fire, one after another, until there were enough kills. All must end as if nothing had happened."""
     draw, losses, began = random.Random(seed), Losses(), time.monotonic()
-    while losses.attacks.total() < count and losses.failed_runs + losses.hangs < MAX_FAILED_RUNS:
+    until = began + counts.minutes * 60
+    while (left := counts.kills - losses.attacks.total()) > 0 and time.monotonic() < until:
+        if losses.failed_runs + losses.hangs >= MAX_FAILED_RUNS:
+            break
         staleness = draw.choice(STALENESS)
         with KilledRun(
             place / f"run-{losses.runs}",
-            steps,
+            counts.steps,
             f"seed={draw.randrange(1000)}",
             f"rollout.max_head_offpolicyness={staleness}",
             "rollout.num_workers=2",
         ) as run:
             code = None
             with suppress(TimeoutError):
-                code = kill_often(run, draw, min(KILLS_PER_RUN, count - losses.attacks.total()), losses)
+                code = kill_often(run, draw, min(KILLS_PER_RUN, left), until, losses)
             losses.attacks.update(f"{kill.victim}, {kill.moment}" for kill in run.kills)
             harmed = examine(run, code, staleness, losses)
         if not harmed:
             shutil.rmtree(run.place)
-        progress(f"kills: {losses.attacks.total()} of {count} in {losses.runs} runs ({time.monotonic() - began:.0f} s)")
-    losses.seconds = time.monotonic() - began
+        losses.seconds = time.monotonic() - began
+        progress(f"kills: {losses.attacks.total()} of {counts.kills} in {losses.runs} runs ({losses.seconds:.0f} s)")
     return losses
 
 
-def kill_often(run: KilledRun, draw: random.Random, count: int, losses: Losses) -> int:
-    """Kill processes of the run until there were so many kills, then let it end; its exit code.
+def kill_often(run: KilledRun, draw: random.Random, count: int, until: float, losses: Losses) -> int:
+    """Kill processes of the run, so many or until that time, then let it end; its exit code.
 
     Raises TimeoutError if it hangs.
     """
     while True:
+        enough = len(run.kills) >= count or time.monotonic() > until
         victim = draw.choices(list(VICTIMS), list(VICTIMS.values()))[0]
         moment = draw.choices(list(MOMENTS_OF_ALL), list(MOMENTS_OF_ALL.values()))[0]
-        code = _wait_for(run, moment, draw) if len(run.kills) < count else run.wait_to_end()
+        code = run.wait_to_end() if enough else _wait_for(run, moment, draw)
         if code == -signal.SIGKILL:
             run.note_kill(DRIVER, run.moment, time.time())
         elif code is not None:
             return code
         elif not run.kill(victim, moment, draw) or victim != DRIVER:
             continue
-        armed = len(run.kills) < count and draw.random() < ARMED
+        armed = not enough and draw.random() < ARMED
         go_on(run, losses, draw.choice(MOMENTS) if armed else "")
 
 
@@ -270,6 +281,7 @@ def examine(run: KilledRun, code: int | None, staleness: int, losses: Losses) ->
                     progress(f"{run.place.name}: {finding}")
             stale = db.execute("SELECT count(*) FROM episodes WHERE staleness > ?", (staleness,)).fetchone()[0]
             losses.stale_episodes += stale
+            losses.steps_with_other_weights += " ".join(run.output.split()).count(OTHER_WEIGHTS)
             measure_recovery(run, db, losses)
     return harm_of(losses) != before
 
@@ -411,7 +423,8 @@ def measure_store(steps: int, place: Path) -> dict[str, float]:
     """What writing everything down costs the example.
 
     A step waits for its commit only. The thread that writes computes beside the trainer, but where all cores are busy
-    what it takes is missing elsewhere, so all of it counts.
+    what it takes is missing elsewhere, so all of it counts, and what it computes for a commit counts twice. Its share
+    of the processor time of all processes depends least on what else the machine does.
     """
     words = ["train", "--config", str(CONFIG), f"output_dir={place}", "trial_name=one", f"total_train_steps={steps}"]
     words += ["evaluator.freq_steps=null", "evaluator.greedy=false", "valid_dataset.size=16"]
@@ -421,7 +434,8 @@ def measure_store(steps: int, place: Path) -> dict[str, float]:
         raise RuntimeError(f"the example ended with code {ended.returncode}:\n{ended.stdout.decode()[-2000:]}")
     directory = place / "sort-digits" / "one"
     lines = [row for row in read_lines(directory / "metrics.jsonl") if "reward" in row]
-    store = orjson.loads((directory / "summary.json").read_bytes())["store"]
+    summary = orjson.loads((directory / "summary.json").read_bytes())
+    store = summary["store"]
     steps_took, waited, tokens, episodes = (
         sum(row[name] for row in lines) for name in ("step_seconds", "store_seconds", "tokens", "episodes")
     )
@@ -431,6 +445,7 @@ def measure_store(steps: int, place: Path) -> dict[str, float]:
         "commit_wait_seconds": waited,
         "writer_cpu_seconds": store["cpu_seconds"],
         "share_of_step_time": (waited + store["cpu_seconds"]) / steps_took,
+        "share_of_processor_time": store["cpu_seconds"] / sum(summary["cpu_seconds"].values()),
         "bytes": store["bytes"],
         "bytes_per_token": store["bytes"] / tokens,
         "bytes_per_episode": store["bytes"] / episodes,
@@ -444,6 +459,7 @@ HARM = {
     "doubled_groups": "groups trained twice",
     "missing_steps": "steps missing",
     "steps_taken_back": "steps taken back",
+    "steps_with_other_weights": "resumed runs that came to other weights",
     "thrown_away_tokens": "tokens of finished groups thrown away",
     "rejected_groups": "groups rejected",
     "altered_groups": "groups stored with other tokens than were sampled",
@@ -470,7 +486,7 @@ def run(seed: int, counts: Counts, keep: Path | None = None) -> tuple[dict[str, 
     with tempfile.TemporaryDirectory(prefix="recovery-") as temporary:
         place = keep or Path(temporary)
         cost = measure_store(counts.cost_steps, place / "example")
-        losses = kill_processes(counts.kills, counts.steps, seed, place / "kills")
+        losses = kill_processes(counts, seed, place / "kills")
     resume, next_step = losses.seconds_to_resume, losses.seconds_to_next_step
     figures = {
         "seed": seed,
@@ -492,6 +508,7 @@ def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--seed", type=int, default=1, help="decides the kills (default: %(default)s)")
     parser.add_argument("--kills", type=int, default=Counts.kills, help="how many (default: %(default)s)")
+    parser.add_argument("--minutes", type=float, default=Counts.minutes, help="for the kills (default: no limit)")
     parser.add_argument("--keep", type=Path, help="an empty directory, in which runs that were harmed stay")
     parser.add_argument("--quick", action="store_true", help="a few kills, to check that all of it runs")
     return parser
@@ -501,5 +518,5 @@ if __name__ == "__main__":
     parser = options()
     asked = parser.parse_known_args()[0]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that its runs end too
-    counts = QUICK if asked.quick else Counts(kills=asked.kills)
+    counts = QUICK if asked.quick else Counts(kills=asked.kills, minutes=asked.minutes)
     main(__doc__ or "", lambda: run(asked.seed, counts, asked.keep), parser)

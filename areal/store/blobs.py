@@ -43,7 +43,7 @@ def unpack_all(data: bytes, cls: type[T]) -> list[T]:
 
 def by_name(values: Sequence[Any]) -> list[dict[str, Any]]:
     """The fields of dataclasses of one type."""
-    return [{field.name: getattr(value, field.name) for field in dataclasses.fields(value)} for value in values]
+    return [dict(vars(value)) for value in values]
 
 
 def from_names(found: Sequence[dict[str, Any]], cls: type[T]) -> list[T]:

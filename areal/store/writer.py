@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -425,7 +425,8 @@ class _GroupEnded:
 
 
 def _write_episode(db: sqlite3.Connection, task_id: int, sample: int, episode: Episode) -> None:
-    others = {each.name: getattr(episode, each.name) for each in fields(episode) if each.name not in ELSEWHERE}
+    others = {name: value for name, value in vars(episode).items() if name not in ELSEWHERE}
+    tokens = episode.trained_tokens
     written = db.execute(
         "INSERT INTO episodes (task_id, sample, state, reward, tokens, prompt_tokens, calls, seconds, oldest_version, "
         "newest_version, truncated) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
@@ -434,8 +435,8 @@ def _write_episode(db: sqlite3.Connection, task_id: int, sample: int, episode: E
             sample,
             READY,
             episode.reward,
-            episode.trained_tokens,
-            sum(len(row.input_ids) for row in episode.rows) - episode.trained_tokens,
+            tokens,
+            sum(len(row.input_ids) for row in episode.rows) - tokens,
             episode.calls,
             episode.seconds,
             episode.oldest_version,
@@ -524,7 +525,7 @@ def _shrink(db: sqlite3.Connection) -> None:
 
 
 def _oldest(episodes: Sequence[Episode]) -> int | None:
-    return min((each.oldest_version for each in episodes if each.oldest_version is not None), default=None)
+    return min((oldest for each in episodes if (oldest := each.oldest_version) is not None), default=None)
 
 
 def _preview(episode: Episode) -> str:

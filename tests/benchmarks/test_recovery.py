@@ -206,6 +206,13 @@ def test_versions_and_steps_that_go_back_are_seen(ended: EndedRun) -> None:
     assert harm(ended) == {"versions_back": 1, "steps_taken_back": 2}
 
 
+def test_resumed_run_that_came_to_other_weights_is_seen(ended: EndedRun) -> None:
+    (ended.place / "output").write_text(
+        "step 2, trained again from its stored batch, gives other\nweights than it gave: …"
+    )
+    assert harm(ended) == {"steps_with_other_weights": 1}
+
+
 def test_checkpoints_that_are_damaged_partial_or_unknown_are_seen(ended: EndedRun) -> None:
     (ended.checkpoint / "model").write_bytes(b"Weights")
     (ended.directory / "checkpoints" / ".step-000002.partial").mkdir()
