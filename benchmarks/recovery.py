@@ -190,7 +190,8 @@ class KilledRun(AttackedRun):
 
     def _pids(self, module: str) -> list[int]:
         """Without the keeper that has no command: it is there for the moment in which the driver is killed."""
-        return [pid for pid in self.find(module) if not self.processes().get(pid, "").endswith(" hold ")]
+        found = self.processes().items()
+        return sorted(pid for pid, command in found if module in command and not command.endswith(" hold "))
 
     def _ended_groups(self) -> list[int]:
         with self.store() as db:
