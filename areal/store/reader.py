@@ -14,7 +14,7 @@ from areal.api.messages import Episode, GroupResult, Node, Row, TrainedRow
 from areal.store.blobs import from_names, unpack, unpack_all
 from areal.store.checks import altered_fields, batch_digest
 from areal.store.schema import STORE_FILE, open_for_reading
-from areal.store.writer import EVALUATION, READY, REJECTED, SETTLED, TRAINED
+from areal.store.writer import EVALUATION, PUBLISHED, READY, REJECTED, SETTLED, TRAINED
 from areal.utils.closing import Closing
 
 ROWS, GROUPS = "rows", "groups"
@@ -70,6 +70,14 @@ class StoreReader(Closing):
     def steps(self, after: int = 0) -> list[StoredStep]:
         rows = self._db.execute("SELECT * FROM steps WHERE step > ? ORDER BY step", (after,))
         return [StoredStep(**{**dict(row), "account": json.loads(row["account"])}) for row in rows]
+
+    def digest(self, version: int) -> str | None:
+        """Of the weights that a step led to, or that were published before the first; None if that is not known."""
+        found = self._db.execute("SELECT digest FROM steps WHERE version = ?", (version,)).fetchone()
+        if found is not None:
+            return str(found["digest"])
+        published = [each["detail"] for each in self.events(PUBLISHED)] if version == 0 else []
+        return next((str(each["digest"]) for each in published if each["version"] == 0), None)
 
     def metrics(self, step: int | None = None, *, first_step: int = 0) -> Iterator[dict[str, Any]]:
         """The lines of metrics.jsonl, of one step or from one on, in the order in which they were written."""
@@ -152,6 +160,15 @@ class StoreReader(Closing):
         return [
             task_id for (task_id,) in self._db.execute("SELECT task_id FROM groups WHERE state IN (?, ?, ?)", states)
         ]
+
+    def size_bytes(self) -> int:
+        """Of the file, with what is not copied into it yet."""
+        return sum(path.stat().st_size for path in self.path.parent.glob(f"{self.path.name}*"))
+
+    def trained_tokens(self) -> int:
+        """Sampled tokens that were trained."""
+        (tokens,) = self._db.execute("SELECT sum(tokens) FROM groups WHERE state = ?", (TRAINED,)).fetchone()
+        return tokens or 0
 
     def states(self) -> dict[str, int]:
         """How many groups are in each state."""

@@ -65,6 +65,8 @@ SETTLED = "settled"
 STATES = (RUNNING, READY, TRAINED, REJECTED, RETRY, SETTLED)
 EVALUATION = "evaluation"
 """The kind of event that an evaluation is."""
+PUBLISHED = "published"
+"""The same of a version that the engines were given."""
 
 Change = Callable[[sqlite3.Connection], None]
 
@@ -112,6 +114,7 @@ class StoreWriter(Closing):
         self._closed = False
         self._is_full = False
         """The disk; the thread waits for room."""
+        self._waits_for_room = True
         self._failure: StoreError | None = None
         self.cpu_seconds = 0.0
         """What writing has computed for."""
@@ -245,6 +248,12 @@ class StoreWriter(Closing):
 
         self._put(change)
 
+    def stop_waiting(self) -> None:
+        """The run is to end: from now on a full disk is not waited for."""
+        with self._wake:
+            self._waits_for_room = False
+            self._wake.notify()
+
     def flush(self) -> None:
         """Returns when everything handed over so far is committed."""
         self._put_and_wait(lambda db: None)
@@ -340,16 +349,19 @@ class StoreWriter(Closing):
                     self._say(
                         f"no room to write {self.path} ({error}); the run waits for up to {self._patience_seconds:g} s"
                     )
-                if time.monotonic() - full_since > self._patience_seconds:
+                if not self._waits_for_room or time.monotonic() - full_since > self._patience_seconds:
                     raise
                 self._wait_for_room()
         self._is_full = False
         if full_since is not None:
-            self._say(f"there is room again; the run goes on after {time.monotonic() - full_since:.0f} s")
+            seconds = time.monotonic() - full_since
+            self._say(f"there is room again; the run goes on after {seconds:.0f} s")
+            with suppress(StoreError):  # it is being closed
+                self.event("disk full", {"seconds": seconds})
 
     def _wait_for_room(self) -> None:
         with self._wake:
-            self._wake.wait_for(lambda: self._closed, RETRY_SECONDS)
+            self._wake.wait_for(lambda: self._closed or not self._waits_for_room, RETRY_SECONDS)
             if self._closed:
                 raise StoreError("it is closed while the disk is full")
 

@@ -6,6 +6,7 @@ Its manifest lists the size and checksum of every file, so that later damage is 
 without one, from before there were manifests, are loaded if they can be read.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -32,6 +33,10 @@ READ_BYTES = 1 << 22
 
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, EOFError, RuntimeError, SafetensorError, pickle.UnpicklingError)
 """What the readers of a model and of a state raise, each in its own way, when bytes are missing or wrong."""
+
+
+class NoRoom(ArealError):
+    """A checkpoint could not be written because the disk is full; nothing of it is left."""
 
 
 class DamagedCheckpoint(ArealError):
@@ -87,10 +92,18 @@ def _explained(directory: Path, temporary: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError, RuntimeError) as error:  # torch and safetensors raise their own on a full disk
+        kind = NoRoom if _is_full(directory.parent, error) else ArealError
         shutil.rmtree(temporary, ignore_errors=True)
-        raise ArealError(
+        raise kind(
             f"the checkpoint {directory} cannot be written: {first_line(error)}; the older ones are intact"
         ) from error
+
+
+def _is_full(directory: Path, error: Exception) -> bool:
+    """Whether an error says that its disk is full, or the disk does: not every library names the reason."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return True
+    return os.strerror(errno.ENOSPC) in str(error) or shutil.disk_usage(directory).free < READ_BYTES
 
 
 def load_checkpoint(directory: Path, engine: Learner, critic: Trained | None = None) -> dict[str, Any]:

@@ -16,21 +16,30 @@ from areal.infra.loop_thread import LoopThread
 from areal.infra.rpc.channel import ChannelClosed, RemoteError
 from areal.infra.rpc.shipping import Shipper
 from areal.infra.scheduler import Ask
-from areal.trainer.processes import CAUSE_SECONDS, Processes
+from areal.trainer.processes import CAUSE_SECONDS, OnEvent, Processes
 from areal.utils.closing import Closing
 
 T = TypeVar("T")
 
 
 class Cluster(Closing):
-    def __init__(self, config: SchedulerConfig, logs: Path, shipped: Iterable[Path]) -> None:
-        """`shipped`: directories of models and tokenizers, which processes on other hosts may fetch."""
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        logs: Path,
+        shipped: Iterable[Path],
+        on_event: OnEvent = lambda kind, detail: None,
+    ) -> None:
+        """`shipped`: directories of models and tokenizers, which processes on other hosts may fetch.
+
+        `on_event` as in `Processes`.
+        """
         self._loop = LoopThread()
         self._failure: Exception | None = None
         self._failed = asyncio.Event()
         self._on_failure: list[Callable[[Exception], None]] = []
         self.shipper = Shipper(shipped)
-        self.processes = Processes(config, logs, self.fail, self.shipper.handlers)
+        self.processes = Processes(config, logs, self.fail, self.shipper.handlers, on_event)
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:

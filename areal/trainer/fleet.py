@@ -24,7 +24,7 @@ from areal.rollout.loading import WorkflowSpec
 from areal.rollout.pipeline import Filter, GroupRecord, Pipeline, Rejections, Tally, TaskStream
 from areal.trainer.cluster import Cluster
 from areal.trainer.engines import Engines, EngineState, engine_asks
-from areal.trainer.processes import ask
+from areal.trainer.processes import OnEvent, ask
 from areal.trainer.ranks import rank_asks
 from areal.trainer.status import RunStatus
 from areal.trainer.workers import RemoteWorker, worker_ask
@@ -83,14 +83,15 @@ class Fleet(Closing):
         engine_threads: int,
         cluster: Cluster | None = None,
         status: RunStatus | None = None,
+        on_event: OnEvent = lambda kind, detail: None,
     ) -> None:
         """Start every process; raises at once if one cannot start.
 
-        `cluster`: one that others use too, with places reserved for `all_asks`; None = one of its own. `status` is told
-        to look at it, from before its processes start.
+        `cluster`: one that others use too, with places reserved for `all_asks`; None = one of its own, which tells
+        `on_event` of deaths and restarts. `status` is told to look at it, from before its processes start.
         """
         self._config = config
-        self.cluster = cluster or Cluster(config.scheduler, logs, [model, tokenizer])
+        self.cluster = cluster or Cluster(config.scheduler, logs, [model, tokenizer], on_event)
         self._owns_cluster = cluster is None
         self._processes = self.cluster.processes
         self._pipeline: Pipeline | None = None

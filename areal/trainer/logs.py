@@ -15,6 +15,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -152,43 +153,50 @@ class _Board:
 
     def __init__(self, run_dir: Path, first_step: int, last_step: int) -> None:
         """What is there of `first_step` and later ones is replaced by what the store has of them."""
+        self._run_dir = run_dir
         self._directory = run_dir / BOARD_DIRECTORY
-        self._said = False
         self._writer: Any = None
-        try:
-            if first_step == 0:
-                shutil.rmtree(self._directory, ignore_errors=True)
-            self._open(first_step)
-        except OSError as error:
-            self._warn(error)
-            return
-        with StoreReader(run_dir) as store:
-            for row in store.metrics(first_step=first_step):
-                if row["step"] <= last_step:
-                    self.write(row["step"], row)
+        """None = it is behind."""
+        self._first_missing = first_step
+        self._said = False
+        if first_step == 0:
+            shutil.rmtree(self._directory, ignore_errors=True)
+        self._catch_up(last_step)
 
     def write(self, step: int, values: Mapping[str, float | None]) -> None:
         if self._writer is None:
+            self._catch_up(step)
             return
-        # Imported here because it takes a tenth of a second and only a run that is being trained needs it.
-        from tensorboardX.proto.event_pb2 import Event
-        from tensorboardX.proto.summary_pb2 import Summary
-        from tensorboardX.summary import scalar
-
-        scalars = [
-            part for name, value in finite(values).items() if value is not None for part in scalar(name, value).value
-        ]
         try:
-            self._writer.write_event(Event(wall_time=time.time(), step=step, summary=Summary(value=scalars)))
-            self._writer.flush()
+            self._add(step, values)
         except OSError as error:
-            self._warn(error)
+            self._fall_behind(step, error)
 
     def close(self) -> None:
         if self._writer is not None:
-            self._writer.close()
+            with suppress(OSError):
+                self._writer.close()
+
+    def _catch_up(self, last_step: int) -> None:
+        first = self._first_missing
+        try:
+            self._open(first)
+            with StoreReader(self._run_dir) as store:
+                for row in store.metrics(first_step=first):
+                    if row["step"] <= last_step:
+                        self._add(row["step"], row)
+        except OSError as error:
+            self._fall_behind(first, error)
+
+    def _fall_behind(self, step: int, error: OSError) -> None:
+        self.close()
+        self._writer, self._first_missing = None, step
+        if not self._said:
+            logger.warning("%s cannot be written (%s); it is brought up to date later", self._directory, error.strerror)
+        self._said = True
 
     def _open(self, first_step: int) -> None:
+        # Imported here because it takes a tenth of a second and only a run that is being trained needs it.
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import Event, SessionLog
 
@@ -199,10 +207,17 @@ class _Board:
             start = SessionLog(status=SessionLog.START)
             self._writer.write_event(Event(wall_time=time.time(), step=first_step, session_log=start))
 
-    def _warn(self, error: OSError) -> None:
-        if not self._said:
-            logger.warning("%s cannot be written (%s)", self._directory, error.strerror)
-        self._said = True
+    def _add(self, step: int, values: Mapping[str, float | None]) -> None:
+        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.proto.summary_pb2 import Summary
+        from tensorboardX.summary import scalar
+
+        summary = Summary()
+        for name, value in finite(values).items():
+            if value is not None:
+                summary.MergeFrom(scalar(name, value))
+        self._writer.write_event(Event(wall_time=time.time(), step=step, summary=summary))
+        self._writer.flush()
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:

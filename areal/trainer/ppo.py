@@ -4,6 +4,7 @@
 place to begin reading.
 """
 
+import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -23,13 +24,14 @@ from areal.infra.scheduler import Ask
 from areal.rollout.admission import Admission
 from areal.rollout.loading import Workflow, WorkflowSpec, check
 from areal.store.reader import StoreReader
+from areal.store.writer import PUBLISHED
 from areal.trainer import display
 from areal.trainer.canary import Canaries
 from areal.trainer.engines import on_this_machine
 from areal.trainer.fleet import Fleet, all_asks
 from areal.trainer.journal import AFTER, BEFORE, DURING, Journal, overlap, pause_figures, step_figures
 from areal.trainer.learners import open_critic, policy_update
-from areal.trainer.run import Interrupted, RunParts, Trainer, TrainingRun, TrainResult
+from areal.trainer.run import Interrupted, RunParts, Trainer, TrainingRun, TrainResult, events_to
 from areal.trainer.tasks import Settled, task_stream
 from areal.trainer.update import PolicyUpdate, UpdateResult
 from areal.trajectory.tensors import tensors_of_group
@@ -60,6 +62,7 @@ class PPOTrainer(Trainer):
             rollout = on_this_machine(config.rollout)
             config = config if rollout is config.rollout else replace(config, rollout=rollout)
         super().__init__(config, tasks)
+        self._workflow: dict[str, Any] | None = None
 
     def train(
         self,
@@ -77,6 +80,7 @@ class PPOTrainer(Trainer):
         config = self.config
         threads = plan_threads(config.rollout.max_head_offpolicyness, config.scheduler.threads)
         torch.set_num_threads(threads.trainer)
+        self._workflow = _named(train_spec)
         plan = _Plan(config, self._tasks, self._valid, dynamic_filter_fn)
         return self._until_no_rank_is_lost(lambda: self._attempt(plan, train_spec, eval_spec, threads))
 
@@ -113,6 +117,7 @@ class PPOTrainer(Trainer):
                         logs=parts.directory.logs,
                         engine_threads=threads.engine,
                         cluster=parts.cluster,
+                        on_event=events_to(parts.store),
                         status=parts.status,
                     )
                 with fleet, parts.showing(fleet):
@@ -121,6 +126,9 @@ class PPOTrainer(Trainer):
     def _fingerprint(self) -> dict[str, Any]:
         settings = {"gconfig.n_samples": self.config.gconfig.n_samples, "critic.path": self.config.critic.path or None}
         return {**super()._fingerprint(), **settings}
+
+    def _meta(self) -> dict[str, Any]:
+        return {**super()._meta(), "workflow": self._workflow}
 
     def _asks(self) -> list[Ask]:
         return all_asks(self.config)
@@ -155,6 +163,8 @@ class _PPORun(TrainingRun):
         self._training: list[tuple[float, float]] = []
         """When the trainer was computing, as (start, end)."""
         self._cpu_before: dict[str, float] = {}
+        self._account_then: dict[str, Any] | None = None
+        """The totals as of `_step` while that is an earlier one than the journal's."""
 
     def _train(self) -> None:
         self._begin()
@@ -243,29 +253,35 @@ class _PPORun(TrainingRun):
     def _publish(self, weights: WeightUpdate) -> None:
         """Give the engines the present weights."""
         self._fleet.publish(weights if self._canaries is None else self._canaries.attached(weights, self._engine))
-        self._store.event("published", {"version": weights.version, "digest": weights.digest})
+        self._store.event(PUBLISHED, {"version": weights.version, "digest": weights.digest})
 
     def _rebuild(self) -> None:
         """Train the steps since the checkpoint again, from their stored batches."""
-        same = True
         with StoreReader(self._directory.path) as reader:
+            same = self._is_known(reader, self._step)
             for stored in reader.steps(after=self._step):
                 groups = reader.batch(stored.step)
                 assert groups, "find_standing has taken back what is not kept"
                 self._learn(groups)
-                self._step, self._between_steps = stored.step, False
+                self._step, self._between_steps, self._account_then = stored.step, False, stored.account
                 for group in groups:
                     self._settled.add(group.task_id)
-                digest = self._engine.publish(self._config.rollout.dtype).digest
-                if same and digest != stored.digest:
-                    same = False
-                    self._progress.say(
-                        f"step {stored.step}, trained again from its stored batch, gives other weights than it gave: "
-                        "another machine, library or setting; the run goes on with these"
-                    )
+                same = same and self._is_known(reader, self._step)
                 if self._due(self._saver.freq_steps):
                     self._save()
                 self._interruption.check()
+        self._account_then = None
+
+    def _is_known(self, reader: StoreReader, step: int) -> bool:
+        """Whether the present weights are those that the run had after this step, as far as the store knows."""
+        known, found = reader.digest(step), self._engine.publish(self._config.rollout.dtype).digest
+        if known is not None and known != found:
+            self._progress.say(
+                f"the weights of step {step} are not those that the run had: another machine, library, setting or "
+                "model; the run goes on with these"
+            )
+            return False
+        return True
 
     def _figures(self, began: float, taken: float, trained: float) -> dict[str, float]:
         """What is known of a step besides its batch and its update."""
@@ -297,11 +313,12 @@ class _PPORun(TrainingRun):
 
     def _state(self) -> dict[str, Any]:
         settled = {"below": self._settled.below, "beyond": sorted(self._settled.beyond)}
-        return {"settled": settled, "account": asdict(self._journal.account)}
+        return {"settled": settled, "account": self._account_then or asdict(self._journal.account)}
 
     def _stop_waiting(self) -> None:
         """Ctrl-C: whatever waits for episodes raises Interrupted. Runs on the fleet's event loop."""
         self._progress.say(display.STOPPING)
+        self._store.stop_waiting()
         self._fleet.fail(Interrupted())
 
     def _summary(self) -> dict[str, Any]:
@@ -323,6 +340,20 @@ class _PPORun(TrainingRun):
     def _draw_curve(self) -> Path:
         self._journal.draw()
         return self._directory.curve
+
+
+def _named(spec: WorkflowSpec) -> dict[str, Any] | None:
+    """The workflow as text, for whoever wants to run its episodes again; None if it cannot be named."""
+    target, kwargs = spec.target, spec.kwargs
+    if not isinstance(target, str):
+        module, name = getattr(target, "__module__", "__main__"), getattr(target, "__qualname__", "")
+        if module == "__main__" or not name.isidentifier():
+            return None
+        target = f"{module}.{name}"
+    try:
+        return {"target": target, "kwargs": json.loads(json.dumps(kwargs))}
+    except (TypeError, ValueError):
+        return None
 
 
 def _merge(results: list[GroupResult]) -> GroupResult:

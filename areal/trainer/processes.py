@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from areal.api.errors import ArealError, EngineError, ProcessDied, RanksLost
 from areal.api.messages import RANK_ROLE, WORKER_ROLE, Doing
@@ -39,6 +39,8 @@ ASK_SECONDS = 10.0
 CAUSE_SECONDS = 2.0
 """A broken connection is noticed before the death that broke it; how long to wait for the better explanation."""
 HOUR_SECONDS = 3600.0
+OnEvent = Callable[[str, Mapping[str, Any]], None]
+"""Is told what happened, and its details. It does not wait for anything."""
 logger = getLogger("fleet")
 
 
@@ -92,12 +94,17 @@ class Processes:
         logs: Path,
         on_failure: Callable[[Exception], None],
         handlers: Mapping[str, Handler] | None = None,
+        on_event: OnEvent = lambda kind, detail: None,
     ) -> None:
-        """`on_failure` gets the reason why the run cannot go on, on the event loop; processes may call `handlers`."""
+        """`on_failure` gets the reason why the run cannot go on, on the event loop; processes may call `handlers`.
+
+        `on_event` is told of deaths and restarts.
+        """
         self._config = config
         self._scheduler = make_scheduler(config)
         self._logs = logs
         self._on_failure = on_failure
+        self._on_event = on_event
         self._listener = DriverListener(api_wire(), handlers)
         self.status = ProcessStatus()
         self._filling: dict[str, _Filling] = {}
@@ -240,7 +247,7 @@ class Processes:
                     placement = filling.placement = await place.start()
                     await _join(place, placement)
             except ProcessDied as died:
-                self.deaths[place.role] += 1
+                self._note_death(place, str(died))
                 if placement is not None:  # otherwise it was its keeper that died
                     place.leave()
                     if (placement.returncode or 0) >= 0:
@@ -258,7 +265,7 @@ class Processes:
             if not died:
                 await placement.wait()
                 died = placement.describe_exit()
-                self.deaths[place.role] += 1
+                self._note_death(place, died)
                 place.leave()
             if not self._may_restart(place):
                 self._end(place, died, placement)
@@ -283,7 +290,13 @@ class Processes:
         """Whether the budget of its role allows one more; it then counts."""
         allowed = self._budgets[place.role].spend()
         self.restarts[place.role] += allowed
+        if allowed:
+            self._on_event("restart", {"role": place.role, "name": place.name})
         return allowed
+
+    def _note_death(self, place: ProcessPlace, why: str) -> None:
+        self.deaths[place.role] += 1
+        self._on_event("death", {"role": place.role, "name": place.name, "why": why})
 
     def _fail_with(self, keeping: "asyncio.Task[None]") -> None:
         """A place that nobody keeps filled would be waited for without end."""

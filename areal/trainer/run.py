@@ -7,10 +7,11 @@
 import os
 import signal
 import threading
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,15 +30,15 @@ from areal.engine.models import find_model
 from areal.engine.training.learner import Critic, Learner
 from areal.infra.scheduler import Ask
 from areal.store.reader import StoreReader
-from areal.store.schema import STORE_FILE
+from areal.store.schema import STORE_FILE, StoreError
 from areal.store.writer import StoreWriter
 from areal.trainer import display
-from areal.trainer.checkpoint import begin_checkpoint, checkpoint_digest, load_newest
+from areal.trainer.checkpoint import NoRoom, begin_checkpoint, checkpoint_digest, load_newest
 from areal.trainer.cluster import Cluster
 from areal.trainer.display import Announcer, Progress
 from areal.trainer.learners import open_learner
 from areal.trainer.machine import machine_facts
-from areal.trainer.processes import RestartBudget
+from areal.trainer.processes import OnEvent, RestartBudget
 from areal.trainer.ranks import rank_asks
 from areal.trainer.resume import Standing, find_standing
 from areal.trainer.run_directory import RunDirectory, explained_storage_errors, without_secrets
@@ -59,6 +60,8 @@ RANKS_PER_CORE = 4
 """On one machine: more would wait for each other rather than compute."""
 SAVE_SECONDS = 3600.0
 """How long a checkpoint may take to be written while training goes on: as long as a call of ranks may."""
+RETRY_SECONDS = 2.0
+"""Between two looks whether a full disk has room again."""
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -153,17 +156,18 @@ class Trainer(Closing):
             address = self.config.scheduler.address
             status = self._status = self._status or RunStatus(directory.path, self._total_steps, address)
             stack.enter_context(waits.of(status.trainer))
-            cluster = stack.enter_context(self._open_cluster(directory.logs)) if self.config.actor.backend else None
+            checkpoints, fingerprint = directory.checkpoints(), self._fingerprint()
+            store = stack.enter_context(self._open_store(directory, fingerprint, saved=bool(checkpoints)))
+            cluster = (
+                stack.enter_context(self._open_cluster(directory.logs, store)) if self.config.actor.backend else None
+            )
             engine = stack.enter_context(closing(open_learner(self.config, self._model, optimizer_steps, cluster)))
             critic = self._open_critic(engine, optimizer_steps)
-            checkpoints = directory.checkpoints()
             state, notes = load_newest(checkpoints, engine, critic) if checkpoints else ({"step": 0}, [])
             for note in notes:
                 display.say(note)
-            fingerprint = self._fingerprint()
             if checkpoints and self.config.recover.mode != "force":
                 _refuse_changes(directory.path, {**UNKEPT, **state.get("fingerprint", {})}, fingerprint)
-            store = stack.enter_context(self._open_store(directory, fingerprint, saved=bool(checkpoints)))
             standing = find_standing(store, state)
             for note in standing.notes:
                 display.say(note)
@@ -241,8 +245,9 @@ class Trainer(Closing):
         """What the processes of a run with ranks need of their hosts."""
         return rank_asks(self.config.actor)
 
-    def _open_cluster(self, logs: Path) -> Cluster:
-        cluster = Cluster(self.config.scheduler, logs, [self._model, self._tokenizer_dir])
+    def _open_cluster(self, logs: Path, store: StoreWriter) -> Cluster:
+        shipped = [self._model, self._tokenizer_dir]
+        cluster = Cluster(self.config.scheduler, logs, shipped, events_to(store))
         assert self._status is not None, "the run is being opened"
         self._status.watch(cluster)
         try:
@@ -261,9 +266,19 @@ class Trainer(Closing):
             except RanksLost as lost:
                 if not budget.spend():
                     raise
-                display.say(f"{lost}; the run goes on from its newest checkpoint")
+                display.say(f"{lost}; the run goes on from its newest checkpoint and its store")
                 if self._exporter is not None:
                     self._exporter.restarted(RANK_ROLE)
+
+
+def events_to(store: StoreWriter) -> OnEvent:
+    """What writes events down. If that is not possible, others will say so."""
+
+    def on_event(kind: str, detail: Mapping[str, Any]) -> None:
+        with suppress(StoreError):
+            store.event(kind, detail)
+
+    return on_event
 
 
 def _refuse_changes(path: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
@@ -286,6 +301,7 @@ class TrainingRun(ABC):
     ) -> None:
         """`on_interrupt` as in `Interruption`."""
         self._saver = config.saver
+        self._full_disk_seconds = config.store.full_disk_seconds
         self._directory = parts.directory
         self._engine = parts.engine
         self._critic = parts.critic
@@ -351,7 +367,35 @@ class TrainingRun(ABC):
 
     def _save(self) -> Path:
         """Write a checkpoint, or begin to: training goes on meanwhile if it can (`_wait_until_saved`)."""
-        self._wait_until_saved()
+        try:
+            self._wait_until_saved()
+        except NoRoom as error:  # the one that is written now makes up for it
+            self._progress.say(str(error))
+        self._with_room(self._begin_saving)
+        return self._directory.checkpoint(self._step)
+
+    def _save_now(self) -> Path:
+        """Write a checkpoint; it is complete when this returns."""
+
+        def save() -> None:
+            self._begin_saving()
+            self._wait_until_saved()
+
+        target = self._save()
+        try:
+            self._wait_until_saved()
+        except NoRoom:
+            self._with_room(save)
+        return target
+
+    def _save_if_possible(self) -> None:
+        """The run ends, and must not end with this error instead of its own."""
+        try:
+            self._save_now()
+        except NoRoom as error:
+            self._progress.say(str(error))
+
+    def _begin_saving(self) -> None:
         target = self._directory.checkpoint(self._step)
         state = {"step": self._step, "fingerprint": self._fingerprint, **self._state()}
         with waits.current().entered(f"writes the checkpoint of step {self._step}"):
@@ -360,7 +404,26 @@ class TrainingRun(ABC):
             self._keep_checkpoint(self._step)
         else:
             self._saving = self._thread.submit(self._finish_checkpoint, self._step, finish)
-        return target
+
+    def _with_room(self, write: Callable[[], None]) -> None:
+        """Wait for room on a full disk, until the patience ends or somebody asks the run to end."""
+        until: float | None = None
+        while True:
+            try:
+                write()
+            except NoRoom as error:
+                now = time.monotonic()
+                if until is None:
+                    until = now + self._full_disk_seconds
+                    self._progress.say(f"{error}; the run waits for up to {self._full_disk_seconds:g} s")
+                if now >= until or self._interruption.asked:
+                    raise
+                with waits.current().entered("waits for room on a full disk", until - now):
+                    time.sleep(min(RETRY_SECONDS, until - now))  # nothing announces it
+            else:
+                break
+        if until is not None:
+            self._progress.say("there is room again; the run goes on")
 
     def _finish_checkpoint(self, step: int, finish: Callable[[], None]) -> None:
         saving = Waits() if self._status is None else self._status.saving
@@ -399,22 +462,29 @@ class TrainingRun(ABC):
     def _stop(self) -> None:
         """End before the last step, with everything saved."""
         if self._step:
-            if not self._between_steps:  # else the store has what is needed to go on from the step before
-                self._save()
-            self._wait_until_saved()
+            if self._between_steps:  # the store has what is needed to go on from the step before
+                self._wait_until_saved()
+            else:
+                self._save_if_possible()
             self._draw_curve()
         self._progress.close()
         self._progress.say(display.stopped(self._directory.path, self._step, self._total_steps))
 
     def _finish(self) -> TrainResult:
-        summary = {"steps": self._step, **self._summary()}
-        model, curve = self._save(), self._draw_curve()
-        self._wait_until_saved()
+        summary = {"steps": self._step, **self._summary(), **self._store_figures()}
+        model, curve = self._save_now(), self._draw_curve()
         self._directory.finish(summary)
         self._progress.close()
         places = display.places(self._directory.path, model, curve)
         self._progress.say("\n".join([*self._result_lines(summary), *places]))
         return TrainResult(self._directory.path, model, summary)
+
+    def _store_figures(self) -> dict[str, float]:
+        """The size of the store, and what a trained token takes of it."""
+        self._store.flush()
+        with StoreReader(self._directory.path) as reader:
+            size, tokens = reader.size_bytes(), reader.trained_tokens()
+        return {"store_bytes": size, **({"store_bytes_per_token": size / tokens} if tokens else {})}
 
 
 class Interrupted(Exception):
@@ -435,8 +505,13 @@ class Interruption:
 
     def check(self) -> None:
         """Raise `Interrupted` if a signal has asked for the end."""
-        if self._asked:
+        if self.asked:
             raise Interrupted
+
+    @property
+    def asked(self) -> bool:
+        """Whether a signal has asked for the end."""
+        return self._asked is not None
 
     def ending(self) -> BaseException:
         """What ends a process as that signal does, with its exit code."""

@@ -18,7 +18,7 @@ from areal.config.experiment import DatasetConfig, PPOConfig
 from areal.config.rollout import GenerationHyperparameters
 from areal.config.training import SaverConfig
 from areal.rollout.admission import Admission
-from areal.rollout.pipeline import GroupRecord, NoRecord
+from areal.rollout.pipeline import GroupRecord, NoRecord, Tally
 from areal.trainer import ppo
 from areal.trainer.run import TrainResult
 from areal.utils.closing import Closing
@@ -42,6 +42,7 @@ class FleetOfGroups(Closing):
         self.shared_memory: Path | None = None
         """None = the engine finds a place for its weights itself."""
         self.taken: list[int] = []
+        self.expiring_wait_seconds = 0.0
         self._fails_at = fails_at
         self._evaluate = evaluate
         self._tasks: Iterator[tuple[int, dict[str, Any]]] = iter(())
@@ -85,6 +86,9 @@ class FleetOfGroups(Closing):
 
     def pop_rejected(self) -> list[int]:
         return []
+
+    def pop_dropped(self) -> Tally:
+        return Tally()
 
     def cpu_seconds(self) -> dict[str, float]:
         return {"driver": 0.0}

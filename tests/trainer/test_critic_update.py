@@ -290,7 +290,7 @@ def open_run(output_dir: Path, tiny_math: Path, *, critic: bool, kept: bool = Tr
     config.recover.mode = mode
     with PPOTrainer(config, [{"messages": []}]) as trainer, Trainer._open_run(trainer, 10) as parts:
         fingerprint = {k: v for k, v in parts.fingerprint.items() if kept or k != "critic.path"}
-        state = {"step": parts.state["step"] + 1, "fingerprint": fingerprint}
+        state = {"step": parts.standing.saved_step + 1, "fingerprint": fingerprint}
         target = parts.directory.checkpoint(state["step"])
         save_checkpoint(target, parts.engine, parts.tokenizer, state, parts.critic)
         assert (target / "critic").exists() == critic
