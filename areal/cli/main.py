@@ -203,6 +203,17 @@ def _declare_status(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _declare_replay(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help="the directory of a run, which has a run.db")
+    parser.add_argument(
+        "--from", dest="start", type=int, metavar="STEP", help="begin from the checkpoint of that step (the start)"
+    )
+    parser.add_argument("--until-divergence", action="store_true", help="stop at the first step that differs")
+    parser.add_argument("--threads", type=int, metavar="N", help="compute with so many (as many as the run)")
+    parser.add_argument("--regenerate", action="store_true", help="also sample everything again; only with η = 0")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
+
+
 @dataclass(frozen=True)
 class Verb:
     summary: str
@@ -223,6 +234,12 @@ VERBS = {
         "say what each part of a run does or waits for",
         _declare_status,
         "areal status runs/sort-digits/one",
+    ),
+    "replay": Verb(
+        "train again from stored batches, and compare the weights",
+        _declare_replay,
+        "areal replay runs/sort-digits/one --until-divergence",
+        imports_user_code=True,
     ),
     "serve": Verb(
         "serve a model to OpenAI- or Anthropic-compatible clients",

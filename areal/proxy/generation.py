@@ -6,7 +6,7 @@ import math
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
@@ -113,7 +113,7 @@ class Generation:
         """
         try:
             prepared = await self._prepare(session, call)
-            with session.budget.reserved(prepared.most_tokens) as taken:
+            with _keeping_seed(prepared), session.budget.reserved(prepared.most_tokens) as taken:
                 if call.stream:
                     async with aclosing(self._stream(prepared)) as events:
                         async for event in events:
@@ -271,6 +271,17 @@ class Generation:
         if isinstance(error, EngineError):
             return from_engine(error, constrained_params(call)[0])
         return engine_failed(f"the engine gave no answer within {self._timeout_seconds:g} s")
+
+
+@contextmanager
+def _keeping_seed(prepared: _PreparedCall) -> Iterator[None]:
+    """A call that gets no answer in this block leaves its seed to the call that is made in its place."""
+    try:
+        yield
+    finally:
+        seeds, answered = prepared.session.seeds, prepared.tree.by_id(f"{prepared.call.id_prefix}{prepared.name}")
+        if seeds is not None and answered is None:
+            seeds.give_back(prepared.prompt.ids, prepared.gconfig.seed)
 
 
 def _unique_names() -> Iterator[str]:

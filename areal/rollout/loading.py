@@ -9,6 +9,7 @@ import difflib
 import importlib
 import inspect
 import io
+import json
 import sys
 import sysconfig
 from collections.abc import Callable
@@ -54,6 +55,21 @@ class WorkflowSpec:
                 "class and make in __init__ what cannot travel"
             ) from error
         return packed
+
+    def described(self) -> dict[str, Any]:
+        """In plain values, for those who want to make it again: its `name`, import string (`workflow`) and `kwargs`.
+
+        None = there is no import string, or the arguments are not plain.
+        """
+        name = name_of(self.target)
+        importable = isinstance(self.target, str) or (
+            isinstance(self.target, type | FunctionType) and "<locals>" not in name and not name.startswith("__main__.")
+        )
+        try:
+            plain = json.loads(json.dumps(self.kwargs)) == self.kwargs
+        except (TypeError, ValueError):
+            plain = False
+        return {"name": name, "workflow": name if importable else None, "kwargs": self.kwargs if plain else None}
 
     @classmethod
     def unpack(cls, packed: bytes) -> "WorkflowSpec":

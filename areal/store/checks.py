@@ -39,8 +39,17 @@ def checks_of(rows: Sequence[Row]) -> bytes:
 
 def altered_fields(rows: Sequence[Row], checks: bytes) -> list[str]:
     """Those whose values are not the ones that `checks` was made of."""
-    written = [checks[at : at + CHECK_BYTES] for at in range(0, len(checks), CHECK_BYTES)]
-    return [name for name, check in zip(FIELDS, written, strict=False) if _check(rows, name) != check]
+    return differing_fields(checks_of(rows), checks)
+
+
+def differing_fields(one: bytes, other: bytes) -> list[str]:
+    """Those whose checksums are not the same, of the fields that both have."""
+    pairs = zip(FIELDS, _split(one), _split(other), strict=False)
+    return [name for name, check, another in pairs if check != another]
+
+
+def _split(checks: bytes) -> list[bytes]:
+    return [checks[at : at + CHECK_BYTES] for at in range(0, len(checks), CHECK_BYTES)]
 
 
 def batch_digest(groups: Iterable[tuple[int, Sequence[bytes]]]) -> str:

@@ -17,6 +17,8 @@ from areal.store.schema import STORE_FILE, open_for_reading
 from areal.store.writer import EVALUATION, PUBLISHED, READY, REJECTED, SETTLED, TRAINED
 from areal.utils.closing import Closing
 
+EpisodeChecks = dict[tuple[int, int], bytes]
+"""The checksums of episodes (checks.py) by task and sample."""
 ROWS, GROUPS = "rows", "groups"
 UNREADABLE = (zlib.error, ValueError, TypeError, KeyError, AttributeError)
 """What reading rows raises if their bytes are not what was written."""
@@ -46,10 +48,13 @@ class Altered:
 
 
 class StoreReader(Closing):
-    def __init__(self, directory: Path) -> None:
-        """Raises StoreError if the run in that directory has no store."""
+    def __init__(self, directory: Path, *, at_rest: bool = False) -> None:
+        """Raises StoreError if the run in that directory has no store.
+
+        `at_rest`: no run will be started there meanwhile. Then nothing is left beside a store whose run has ended.
+        """
         self.path = directory / STORE_FILE
-        self._db = open_for_reading(self.path)
+        self._db = open_for_reading(self.path, at_rest=at_rest)
 
     def close(self) -> None:
         self._db.close()
@@ -125,6 +130,15 @@ class StoreReader(Closing):
         if groups and not altered and batch_digest(groups.items()) != written:
             altered.append(Altered(GROUPS))
         return altered
+
+    def checks(self, step: int) -> EpisodeChecks:
+        """Of a step's episodes, in the order in which they were trained."""
+        found = self._db.execute(
+            "SELECT g.task_id, e.sample, r.checks FROM groups g JOIN episodes e ON e.task_id = g.task_id "
+            "JOIN rows r ON r.episode = e.id WHERE g.step = ? AND g.state = ? ORDER BY g.place, e.sample",
+            (step, TRAINED),
+        )
+        return {(task_id, sample): checks for task_id, sample, checks in found}
 
     def keeps_batch(self, step: int) -> bool:
         """Whether `batch` has the groups of a step."""

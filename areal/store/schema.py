@@ -167,11 +167,16 @@ def open_for_writing(path: Path) -> sqlite3.Connection:
     return connection
 
 
-def open_for_reading(path: Path) -> sqlite3.Connection:
-    """Raises StoreError if there is no store, or one of another version."""
+def open_for_reading(path: Path, *, at_rest: bool = False) -> sqlite3.Connection:
+    """Raises StoreError if there is no store, or one of another version.
+
+    SQLite makes two files beside one that may be written to meanwhile, and a reader leaves them there. With `at_rest`
+    there is nobody to share them with, unless a log of changes says that a run goes on, or was killed.
+    """
     if not path.is_file():
         raise StoreError(f"there is no run store at {path}; name the directory of a run, which has a {STORE_FILE}")
-    connection = _connect(f"{path.resolve().as_uri()}?mode=ro", path)
+    changing = not at_rest or path.with_name(f"{path.name}-wal").exists()
+    connection = _connect(f"{path.resolve().as_uri()}?mode=ro{'' if changing else '&immutable=1'}", path)
     try:
         found = _version(connection)
     except sqlite3.DatabaseError as error:

@@ -39,6 +39,7 @@ FIGURES: dict[str, Callable[[float], str]] = {
     "tokens_per_second": lambda value: f"{value:,.0f} tok/s",
     "staleness": lambda value: f"staleness {value:.1f}",
     "rejected": lambda value: f"rejected {value:.0f}",
+    "equal_steps": lambda value: f"bit-equal {value:.0f}",
 }
 """Figures that are shown, in this order, and how each reads."""
 

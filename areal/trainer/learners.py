@@ -4,7 +4,13 @@ The same for a run and for whatever takes its steps again from stored batches: t
 its arguments do not.
 """
 
+import json
+from collections.abc import Mapping
+from hashlib import blake2b
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from areal.config.experiment import ExperimentConfig, PPOConfig
 from areal.config.training import ActorConfig, OptimizerConfig
@@ -17,11 +23,28 @@ from areal.trainer.ranks import RankedEngine
 from areal.trainer.update import PolicyUpdate
 
 
+def learning_settings(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a config's plain values that decide how a batch is learnt from."""
+    of_rollout = {name: values.get("rollout", {}).get(name) for name in ("max_head_offpolicyness", "dtype")}
+    return {**{name: values.get(name) for name in ("seed", "actor", "critic", "ref")}, "rollout": of_rollout}
+
+
+def settings_digest(values: Mapping[str, Any]) -> str:
+    """The same for configs that learn alike."""
+    text = json.dumps(learning_settings(values), sort_keys=True)
+    return blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def threads_of_learner(config: ExperimentConfig) -> int:
+    """How many threads each process that trains computes with."""
+    return (config.scheduler.threads or 1) if config.actor.backend else torch.get_num_threads()
+
+
 def open_learner(config: ExperimentConfig, model: Path, optimizer_steps: int, cluster: Cluster | None) -> Learner:
     """The policy, on the ranks of a cluster or in this process; `optimizer_steps` are those of the whole run."""
     if cluster is None:
         return _open_engine(config.actor, model, config.actor.optimizer, optimizer_steps)
-    threads = config.scheduler.threads or 1
+    threads = threads_of_learner(config)
     return RankedEngine(cluster, config.actor, model, total_steps=optimizer_steps, threads=threads)
 
 

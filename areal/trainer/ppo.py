@@ -4,7 +4,6 @@
 place to begin reading.
 """
 
-import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -35,6 +34,7 @@ from areal.trainer.run import Interrupted, RunParts, Trainer, TrainingRun, Train
 from areal.trainer.tasks import Settled, task_stream
 from areal.trainer.update import PolicyUpdate, UpdateResult
 from areal.trajectory.tensors import tensors_of_group
+from areal.utils.callables import name_of
 from areal.utils.threads import ThreadPlan, plan_threads
 
 Tasks = list[dict[str, Any]]
@@ -49,6 +49,7 @@ class PPOTrainer(Trainer):
         self, config: PPOConfig, train_dataset: TaskSource | None = None, valid_dataset: TaskSource | None = None
     ) -> None:
         """Datasets given here win over those that the config names."""
+        self._sampled_by: dict[str, Any] = {"train_dataset": "config" if train_dataset is None else "object"}
         if train_dataset is not None:
             tasks = read_tasks(train_dataset)
         else:
@@ -62,7 +63,6 @@ class PPOTrainer(Trainer):
             rollout = on_this_machine(config.rollout)
             config = config if rollout is config.rollout else replace(config, rollout=rollout)
         super().__init__(config, tasks)
-        self._workflow: dict[str, Any] | None = None
 
     def train(
         self,
@@ -78,9 +78,10 @@ class PPOTrainer(Trainer):
         check(train_spec)
         check(eval_spec)
         config = self.config
+        filtered = None if dynamic_filter_fn is None else name_of(dynamic_filter_fn)
+        self._sampled_by |= {**train_spec.described(), "filter": filtered}
         threads = plan_threads(config.rollout.max_head_offpolicyness, config.scheduler.threads)
         torch.set_num_threads(threads.trainer)
-        self._workflow = _named(train_spec)
         plan = _Plan(config, self._tasks, self._valid, dynamic_filter_fn)
         return self._until_no_rank_is_lost(lambda: self._attempt(plan, train_spec, eval_spec, threads))
 
@@ -128,7 +129,7 @@ class PPOTrainer(Trainer):
         return {**super()._fingerprint(), **settings}
 
     def _meta(self) -> dict[str, Any]:
-        return {**super()._meta(), "workflow": self._workflow}
+        return {**super()._meta(), "sampled_by": self._sampled_by}
 
     def _asks(self) -> list[Ask]:
         return all_asks(self.config)
@@ -340,20 +341,6 @@ class _PPORun(TrainingRun):
     def _draw_curve(self) -> Path:
         self._journal.draw()
         return self._directory.curve
-
-
-def _named(spec: WorkflowSpec) -> dict[str, Any] | None:
-    """The workflow as text, for whoever wants to run its episodes again; None if it cannot be named."""
-    target, kwargs = spec.target, spec.kwargs
-    if not isinstance(target, str):
-        module, name = getattr(target, "__module__", "__main__"), getattr(target, "__qualname__", "")
-        if module == "__main__" or not name.isidentifier():
-            return None
-        target = f"{module}.{name}"
-    try:
-        return {"target": target, "kwargs": json.loads(json.dumps(kwargs))}
-    except (TypeError, ValueError):
-        return None
 
 
 def _merge(results: list[GroupResult]) -> GroupResult:

@@ -18,8 +18,6 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from areal.api.errors import RanksLost, RunExists
 from areal.api.messages import RANK_ROLE
 from areal.config.errors import require
@@ -36,7 +34,7 @@ from areal.trainer import display
 from areal.trainer.checkpoint import NoRoom, begin_checkpoint, checkpoint_digest, load_newest
 from areal.trainer.cluster import Cluster
 from areal.trainer.display import Announcer, Progress
-from areal.trainer.learners import open_learner
+from areal.trainer.learners import open_learner, settings_digest, threads_of_learner
 from areal.trainer.machine import machine_facts
 from areal.trainer.processes import OnEvent, RestartBudget
 from areal.trainer.ranks import rank_asks
@@ -171,8 +169,10 @@ class Trainer(Closing):
             standing = find_standing(store, state)
             for note in standing.notes:
                 display.say(note)
-            store.set_meta({"fingerprint": fingerprint, "config": without_secrets(self.config), **self._meta()})
-            store.session(standing.step, machine_facts(self.config.actor.device, torch.get_num_threads()))
+            values = without_secrets(self.config)
+            store.set_meta({"fingerprint": fingerprint, "config": values, **self._meta()})
+            facts = machine_facts(self.config.actor.device, threads_of_learner(self.config))
+            store.session(standing.step, {**facts, "settings": settings_digest(values)})
             directory.write_config(self.config)
             parts = RunParts(
                 directory,
@@ -209,17 +209,7 @@ class Trainer(Closing):
 
     def _open_store(self, directory: RunDirectory, fingerprint: dict[str, Any], *, saved: bool) -> StoreWriter:
         """One of other settings is refused, or, if nothing has been trained with them, begun anew."""
-        config = self.config.store
-
-        def open_store() -> StoreWriter:
-            return StoreWriter(
-                directory.path,
-                say=display.say,
-                patience_seconds=config.full_disk_seconds,
-                keep_tokens=config.steps_with_tokens,
-            )
-
-        store = open_store()
+        store = self._make_store(directory.path)
         if saved or self.config.recover.mode == "force":
             return store
         try:
@@ -235,7 +225,16 @@ class Trainer(Closing):
         store.close()
         for path in directory.path.glob(f"{STORE_FILE}*"):
             path.unlink()
-        return open_store()
+        return self._make_store(directory.path)
+
+    def _make_store(self, directory: Path) -> StoreWriter:
+        config = self.config.store
+        return StoreWriter(
+            directory,
+            say=display.say,
+            patience_seconds=config.full_disk_seconds,
+            keep_tokens=config.steps_with_tokens,
+        )
 
     def _open_critic(self, engine: Learner, optimizer_steps: int) -> Critic | None:
         """The value model that is trained beside the policy."""

@@ -80,10 +80,8 @@ class RunDirectory(Closing):
         return self.path / "checkpoints" / f"step-{step:06d}"
 
     def checkpoints(self) -> list[Path]:
-        """Complete ones, oldest first; other directories are ignored."""
-        found = (self.path / "checkpoints").glob("step-*")
-        ours = {_step_of(path): path for path in found if CHECKPOINT_NAME.fullmatch(path.name) and path.is_dir()}
-        return [ours[step] for step in sorted(ours)]
+        """Complete ones, oldest first."""
+        return list(find_checkpoints(self.path).values())
 
     def note_saved(self) -> None:
         """There is a checkpoint: from now on, a run without one has lost it."""
@@ -114,6 +112,13 @@ class RunDirectory(Closing):
                 f"the run {name} has a record of its steps but no checkpoint to go on from ({self.path}); put "
                 "checkpoints/ back, or to start over choose another trial_name or remove the directory of the run"
             )
+
+
+def find_checkpoints(run: Path) -> dict[int, Path]:
+    """The complete checkpoints of a run by their step, oldest first; other directories are ignored."""
+    found = (run / "checkpoints").glob("step-*")
+    ours = {_step_of(path): path for path in found if CHECKPOINT_NAME.fullmatch(path.name) and path.is_dir()}
+    return dict(sorted(ours.items()))
 
 
 def _has_content(path: Path) -> bool:

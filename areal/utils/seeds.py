@@ -4,6 +4,7 @@ from array import array
 from collections import Counter
 from collections.abc import Sequence
 from hashlib import blake2b
+from heapq import heappop, heappush
 
 
 def derived_seed(*parts: int | str | bytes) -> int:
@@ -15,13 +16,15 @@ class CallSeeds:
     """The seeds of one episode's calls.
 
     A call is known by its prompt, and by how many calls had the same prompt before it: calls that are made at once get
-    the same seeds in whatever order they arrive.
+    the same seeds in whatever order they arrive. One that failed does not count: the next in its place gets its seed.
     """
 
     def __init__(self, episode_seed: int) -> None:
         self._episode_seed = episode_seed
         self._calls: Counter[bytes] = Counter()
         """By prompt."""
+        self._unused: dict[bytes, list[int]] = {}
+        """Numbers of calls that got no answer, by prompt."""
 
     def next(self, prompt: Sequence[int], asked: int | None) -> int:
         """The seed of the next call with that prompt.
@@ -31,6 +34,22 @@ class CallSeeds:
         """
         if asked is not None:
             return derived_seed(self._episode_seed, "asked", asked)
-        name = blake2b(array("q", prompt).tobytes(), digest_size=16).digest()
+        name = _name(prompt)
+        if unused := self._unused.get(name):
+            return self._seed(name, heappop(unused))
         self._calls[name] += 1
-        return derived_seed(self._episode_seed, name, self._calls[name])
+        return self._seed(name, self._calls[name])
+
+    def give_back(self, prompt: Sequence[int], seed: int | None) -> None:
+        """A call with that prompt and seed got no answer: the next one with the prompt is made in its place."""
+        name = _name(prompt)
+        for number in range(1, self._calls[name] + 1):
+            if self._seed(name, number) == seed:
+                heappush(self._unused.setdefault(name, []), number)
+
+    def _seed(self, name: bytes, number: int) -> int:
+        return derived_seed(self._episode_seed, name, number)
+
+
+def _name(prompt: Sequence[int]) -> bytes:
+    return blake2b(array("q", prompt).tobytes(), digest_size=16).digest()

@@ -8,13 +8,18 @@ from typing import Any
 import pytest
 import torch
 from fake_workers import make_pipeline
-from sdk_call import DATA, chat
+from openai import InternalServerError
+from sdk_call import DATA, MAX_POSITIONS, chat
 
-from areal.api.io_struct import ModelRequest
+from areal.api.errors import EngineError
+from areal.api.io_struct import ModelRequest, ModelResponse
 from areal.api.messages import GroupTask
 from areal.api.workflow_api import RolloutWorkflow
 from areal.config.rollout import AgentConfig, GenerationHyperparameters
+from areal.engine.inference.fake import FakeEngine
 from areal.infra import workflow_context
+from areal.proxy import Proxy
+from areal.rollout.runners.workflow import RecordingEngine
 
 PROMPT = DATA["messages"]
 OTHER = [{"role": "user", "content": "hello there"}]
@@ -160,3 +165,45 @@ async def test_agents_in_processes_sample_what_they_would_sample_here(start_work
     inline = await run_group(await start_worker(ThreeCalls(), seed=1))
     agent = AgentConfig(mode="subproc", subproc_max_workers=2)
     assert await run_group(await start_worker(ThreeCalls(), seed=1, agent=agent)) == inline
+
+
+class FailsFirst(FakeEngine):
+    """An engine whose first answer to each prompt is an error."""
+
+    async def agenerate(self, req: ModelRequest) -> ModelResponse:
+        response = await super().agenerate(req)
+        if sum(each.input_ids == req.input_ids for each in self.requests) == 1:
+            raise EngineError("it failed")
+        return response
+
+
+@pytest.fixture
+async def failing(tokenizer: Any) -> FailsFirst:
+    return FailsFirst(vocab_size=len(tokenizer), max_positions=MAX_POSITIONS, tokenizer=tokenizer)
+
+
+async def test_a_call_that_is_made_again_after_a_failure_has_its_seed_again(
+    failing: FailsFirst, tokenizer: Any
+) -> None:
+    proxy = Proxy(failing, tokenizer, gconfig=GenerationHyperparameters(max_new_tokens=8), max_positions=MAX_POSITIONS)
+    await proxy.start()
+    session = proxy.open_session(seed=5)
+    place = {"base_url": session.base_url, "api_key": session.api_key}
+    with pytest.raises(InternalServerError):
+        await chat(place, PROMPT)
+    await chat(place, PROMPT)
+    await chat(place, PROMPT)
+    await proxy.aclose()
+    failed, again, next_one = [request.gconfig.seed for request in failing.requests]
+    assert failed == again != next_one
+
+
+async def test_a_workflows_call_that_is_made_again_after_a_failure_has_its_seed_again(failing: FailsFirst) -> None:
+    engine = RecordingEngine(failing, greedy=False, seed=5)
+    request = ModelRequest("r", [5, 6, 7], GenerationHyperparameters(max_new_tokens=8))
+    with pytest.raises(EngineError):
+        await engine.agenerate(request)
+    await engine.agenerate(request)
+    await engine.agenerate(request)
+    failed, again, next_one = [each.gconfig.seed for each in failing.requests]
+    assert failed == again != next_one

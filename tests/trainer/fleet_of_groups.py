@@ -39,6 +39,7 @@ class FleetOfGroups(Closing):
     def __init__(self, fails_at: int | None = None, evaluate: Callable[..., list[GroupResult]] | None = None) -> None:
         self.rejections = SimpleNamespace(counts=Counter[str]())
         self.stalls: list[str] = []
+        self.expiring_wait_seconds = 0.0
         self.shared_memory: Path | None = None
         """None = the engine finds a place for its weights itself."""
         self.taken: list[int] = []
@@ -47,6 +48,7 @@ class FleetOfGroups(Closing):
         self._evaluate = evaluate
         self._tasks: Iterator[tuple[int, dict[str, Any]]] = iter(())
         self._version = 0
+        self._digest = ""
         self._record: GroupRecord = NoRecord()
         self._ready: list[GroupResult] = []
 
@@ -70,6 +72,7 @@ class FleetOfGroups(Closing):
             for episode in group.episodes:
                 for row in episode.rows:
                     row.versions[row.loss_mask] = self._version
+            group.digests = {self._version: self._digest}
             self._record.ready(group)
             groups.append(group)
             self.taken.append(task_id)
@@ -78,7 +81,7 @@ class FleetOfGroups(Closing):
     def publish(self, update: WeightUpdate) -> None:
         if update.version == self._fails_at:
             raise EngineError("the engine refuses the weights")
-        self._version = update.version
+        self._version, self._digest = update.version, update.digest
 
     def evaluate(self, tasks: Sequence[dict[str, Any]], **how: Any) -> list[GroupResult]:
         assert self._evaluate is not None

@@ -27,6 +27,18 @@ def test_a_call_is_known_by_its_prompt_and_how_often_that_came_before() -> None:
     assert CallSeeds(6).next([1, 2], None) not in first
 
 
+def test_a_call_that_got_no_answer_leaves_its_seed_to_the_next() -> None:
+    seeds = CallSeeds(5)
+    one, two, three = [seeds.next([1, 2], None) for _ in range(3)]
+    seeds.give_back([1, 2], two)
+    seeds.give_back([1, 2], one)
+    seeds.give_back([1, 2], seeds.next([1, 2], 42))
+    seeds.give_back([1], three)
+    again = [seeds.next([1, 2], None) for _ in range(3)]
+    assert again[:2] == [one, two]
+    assert again[2] not in (one, two, three)
+
+
 def test_a_seed_that_was_asked_for_repeats_within_an_episode_only() -> None:
     seeds = CallSeeds(5)
     assert seeds.next([1], 42) == seeds.next([1], 42) == seeds.next([2], 42)

@@ -1,10 +1,11 @@
 """Episodes of a RolloutWorkflow: it calls the engine itself, and returns tensors or interactions to train on."""
 
+import asyncio
 import re
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -135,22 +136,23 @@ class RecordingEngine:
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
         req, asked_at = self._adjusted(req), time.monotonic()
-        with self._waits.entered(WAITS_FOR_MODEL):
+        with self._keeping_seed(req), self._waits.entered(WAITS_FOR_MODEL):
             response = await self._engine.agenerate(req)
         self._record(req, response, asked_at)
         return response
 
     async def astream(self, req: ModelRequest, *, every_seconds: float = 0.0) -> AsyncGenerator[TokenChunk, None]:
         req, asked_at = self._adjusted(req), time.monotonic()
-        async with aclosing(self._engine.astream(req, every_seconds=every_seconds)) as chunks:
-            while True:
-                with self._waits.entered(WAITS_FOR_MODEL):
-                    chunk = await anext(chunks, None)
-                if chunk is None:
-                    return
-                if chunk.response is not None:
-                    self._record(req, chunk.response, asked_at)
-                yield chunk
+        with self._keeping_seed(req):
+            async with aclosing(self._engine.astream(req, every_seconds=every_seconds)) as chunks:
+                while True:
+                    with self._waits.entered(WAITS_FOR_MODEL):
+                        chunk = await anext(chunks, None)
+                    if chunk is None:
+                        return
+                    if chunk.response is not None:
+                        self._record(req, chunk.response, asked_at)
+                    yield chunk
 
     def _adjusted(self, req: ModelRequest) -> ModelRequest:
         changes: dict[str, Any] = {"greedy": True} if self._greedy else {}
@@ -158,6 +160,16 @@ class RecordingEngine:
             changes["seed"] = self._seeds.next(req.input_ids, req.gconfig.seed)
         gconfig = req.gconfig.new(**changes) if changes else req.gconfig
         return replace(req, gconfig=gconfig, session=req.session or self._session)
+
+    @contextmanager
+    def _keeping_seed(self, req: ModelRequest) -> Iterator[None]:
+        """A call that fails leaves its seed to the call that is made in its place."""
+        try:
+            yield
+        except (Exception, asyncio.CancelledError):
+            if self._seeds is not None:
+                self._seeds.give_back(req.input_ids, req.gconfig.seed)
+            raise
 
     def _record(self, req: ModelRequest, response: ModelResponse, asked_at: float) -> None:
         self.turns.append((asked_at, time.monotonic(), response.output_len))
