@@ -102,13 +102,13 @@ def test_episodes_that_are_held_for_ever_are_told_with_the_right_sentence(
     with held(tmp_path / "loop"):
         blocked = r"its event loop is blocked at held.py:\d+ in pass_through: fcntl.flock\(.*\) \(task -?\d+\)"
         until_told(run_dir, capsys, blocked)
-    run.wait_for(r"^step \d+/1000 ")
+    run.wait_for(r"^step [1-9]\d*/1000 ")
 
 
 def test_processes_that_are_stopped_are_told_as_frozen(
     run: Run, run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run.wait_for(r"^step \d+/1000 ")
+    run.wait_for(r"^step [1-9]\d*/1000 ")
     with stopped(run.only("areal.engine.inference.server")):
         frozen = r"engine is frozen: it shows no sign of life, .* \(scheduler.heartbeat_seconds=600\)"
         waiting = rf"task \d+.* waits for the model, {LIMIT}|waits until engine .* the weights of version \d+"
@@ -118,7 +118,7 @@ def test_processes_that_are_stopped_are_told_as_frozen(
 
 
 def test_ctrl_backslash_and_sigusr1_print_it_and_the_run_goes_on(run: Run, run_dir: Path) -> None:
-    run.wait_for(r"^step \d+/1000 ")
+    run.wait_for(r"^step [1-9]\d*/1000 ")
     processes = run.descendants()
     for number in (signal.SIGQUIT, signal.SIGUSR1):
         run.lines.clear()
@@ -133,7 +133,7 @@ def test_ctrl_backslash_and_sigusr1_print_it_and_the_run_goes_on(run: Run, run_d
 def test_run_whose_driver_was_killed_says_at_which_step_and_how_to_go_on(
     run: Run, run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run.wait_for(r"^step \d+/1000 ")
+    run.wait_for(r"^step [1-9]\d*/1000 ")
     run.kill(signal.SIGKILL)
     run.wait(END_SECONDS)
     assert main(["status", str(run_dir)]) == RESUMABLE

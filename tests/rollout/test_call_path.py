@@ -21,12 +21,18 @@ class Follower:
     """An inline agent that notes the files of the package which its second call passes."""
 
     files: set[str] = set()  # noqa: RUF012
+    around: set[int] = set()  # noqa: RUF012
+    """The frames that wait for the agent: they are resumed with it, and are no part of its call."""
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
         tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
         first = await chat(extra_kwargs, data["messages"], tools=tools)
         said = first.choices[0].message.model_dump(exclude_none=True)
         messages = [*data["messages"], said, {"role": "user", "content": "hello there"}]
+        around: FrameType | None = sys._getframe()
+        while around is not None:
+            self.around.add(id(around))
+            around = around.f_back
         sys.setprofile(self._note)
         try:
             await chat(extra_kwargs, messages, tools=tools)
@@ -36,7 +42,7 @@ class Follower:
 
     def _note(self, frame: FrameType, event: str, argument: Any) -> None:
         path = Path(frame.f_code.co_filename)
-        if event == "call" and path.is_relative_to(PACKAGE):
+        if event == "call" and id(frame) not in self.around and path.is_relative_to(PACKAGE):
             self.files.add(path.relative_to(PACKAGE).as_posix())
 
 
