@@ -2,19 +2,22 @@
 
 The thread is not the event loop, so code that blocks the loop for long does not silence it (`stalls.py` names that).
 A process that is stopped (SIGSTOP), or whose interpreter is deadlocked, is silent. Code that computes without letting
-other threads run is silent too, but uses the processor: that is not a freeze.
+other threads run is silent too, but uses the processor, or would if others let it: that is not a freeze.
 
 Only the standard library: the process's keeper, which reads the pipe, must start at once.
 """
 
 import os
 import threading
+from contextlib import suppress
 
 VARIABLE = "AREAL_HEARTBEAT"
 """Holds the number of the pipe that a process inherits."""
 BEAT_SECONDS = 1.0
 _STOPPED = "Tt"
 """States in /proc/PID/stat: stopped by a signal, or by a debugger."""
+_RUNNABLE = "R"
+"""It computes, or waits for a processor to do so."""
 
 
 def start_beating() -> None:
@@ -65,9 +68,10 @@ class FreezeWatch:
         self.due = now + self._seconds
         try:
             state, used = _state(self._pid)
+            idle = self._beats and used == self._busy_at and _RUNNABLE not in _thread_states(self._pid)
         except (FileNotFoundError, ProcessLookupError):  # it has ended, or this system does not tell
             return ""
-        if state in _STOPPED or (self._beats and used == self._busy_at):
+        if state in _STOPPED or idle:
             stopped = "a signal or a debugger has stopped it" if state in _STOPPED else "it does not compute either"
             return f"no sign of life for {self._seconds:g} s; {stopped}"
         self._busy_at = used
@@ -76,6 +80,20 @@ class FreezeWatch:
 
 def _state(pid: int) -> tuple[str, int]:
     """The state of a process, and the processor time that it has used, in ticks."""
-    with open(f"/proc/{pid}/stat") as file:
-        fields = file.read().rpartition(")")[2].split()
+    fields = _fields(f"/proc/{pid}/stat")
     return fields[0], int(fields[11]) + int(fields[12])
+
+
+def _thread_states(pid: int) -> set[str]:
+    """Those of its threads that have not ended meanwhile."""
+    states = set()
+    for thread in os.listdir(f"/proc/{pid}/task"):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            states.add(_fields(f"/proc/{pid}/task/{thread}/stat")[0])
+    return states
+
+
+def _fields(path: str) -> list[str]:
+    """What follows the name in such a file."""
+    with open(path) as file:
+        return file.read().rpartition(")")[2].split()

@@ -81,12 +81,19 @@ async def test_process_that_is_stopped_before_it_connects_is_frozen_too(
 
 
 class SilentProcess:
-    """A process that gives one sign of life and no more."""
+    """A process that gives one sign of life, when it has started, and no more."""
 
     def __init__(self, code: str, seconds: float) -> None:
-        self._process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
+        argv = [sys.executable, "-c", f"print(flush=True)\n{code}"]
+        self._process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == b"\n"
         self._watch = FreezeWatch(self._process.pid, seconds, time.monotonic())
         self._watch.beat(time.monotonic())
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     async def next_check(self) -> str:
         """What its keeper finds when it is due to look again."""
@@ -124,3 +131,15 @@ async def test_silent_process_that_computes_is_not_frozen() -> None:
         pytest.fail("this machine gave it no processor")
     finally:
         process.end()
+
+
+async def test_silent_process_that_others_leave_no_processor_is_not_frozen() -> None:
+    process, other = SilentProcess("while True: pass", 0.2), SilentProcess("while True: pass", 60)
+    try:
+        for each in (process, other):
+            os.sched_setaffinity(each.pid, [min(os.sched_getaffinity(0))])
+        os.sched_setscheduler(process.pid, os.SCHED_IDLE, os.sched_param(0))
+        assert [await process.next_check() for _ in range(10)] == [""] * 10
+    finally:
+        process.end()
+        other.end()
