@@ -29,9 +29,13 @@ def learning_settings(values: Mapping[str, Any]) -> dict[str, Any]:
     return {**{name: values.get(name) for name in ("seed", "actor", "critic", "ref")}, "rollout": of_rollout}
 
 
-def settings_digest(values: Mapping[str, Any]) -> str:
-    """The same for configs that learn alike."""
-    text = json.dumps(learning_settings(values), sort_keys=True)
+def settings_digest(values: Mapping[str, Any], total_steps: int) -> str:
+    """The same for configs that learn alike. A learning rate that falls depends on when the run is to end."""
+    settings = learning_settings(values)
+    optimizers = [settings[name]["optimizer"] for name in ("actor", "critic") if settings[name]]
+    if any(each["lr_scheduler"] != "constant" for each in optimizers):
+        settings["total_steps"] = total_steps
+    text = json.dumps(settings, sort_keys=True)
     return blake2b(text.encode(), digest_size=8).hexdigest()
 
 

@@ -106,7 +106,7 @@ class Taken:
         """Not what the run had, or not near enough where bits need not be the same."""
         if self.altered or self.failure or self.sampled:
             return True
-        if self.bit_equal or not self.other_machine:
+        if not self.other_machine:
             return not self.bit_equal or bool(self.figures)
         return any(figure.apart > 1 for figure in self.figures) or (self.weights_apart or 0.0) > WEIGHTS_APART
 

@@ -172,7 +172,7 @@ class Trainer(Closing):
             values = without_secrets(self.config)
             store.set_meta({"fingerprint": fingerprint, "config": values, **self._meta()})
             facts = machine_facts(self.config.actor.device, threads_of_learner(self.config))
-            store.session(standing.step, {**facts, "settings": settings_digest(values)})
+            store.session(standing.step, {**facts, "settings": settings_digest(values, self._total_steps)})
             directory.write_config(self.config)
             parts = RunParts(
                 directory,

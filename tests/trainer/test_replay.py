@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fleet_of_groups import ppo_config, run, save_model
+from fleet_of_groups import FleetOfGroups, ppo_config, run, save_model
 from small_runs import make_engine
 
-from areal.api.errors import ArealError
+from areal.api.errors import ArealError, EngineError
 from areal.api.messages import Row
 from areal.cli import main as command
 from areal.config.training import CriticConfig, OptimizerConfig, ReferenceConfig
@@ -213,6 +213,15 @@ def test_a_foreign_machine_is_compared_within_a_tolerance(train: Train) -> None:
     assert "furthest figure: loss of step" in lines
 
 
+def test_figures_within_the_tolerance_do_not_diverge_where_the_weights_are_equal_to_the_bit(train: Train) -> None:
+    run_dir = train()
+    edit(run_dir, "UPDATE sessions SET machine = json_set(machine, '$.cpu', 'Foreign 9000')")
+    edit(run_dir, "UPDATE metrics SET figures = json_set(figures, '$.loss', json_extract(figures, '$.loss') + 1e-9)")
+    taken = take(run_dir)
+    assert all(each.bit_equal and each.figures for each in taken)
+    assert not [each for each in taken if each.diverges]
+
+
 def test_what_is_beyond_the_tolerance_diverges_on_a_foreign_machine_too(train: Train) -> None:
     run_dir = train()
     edit(run_dir, "UPDATE sessions SET machine = json_set(machine, '$.torch', '1.0')")
@@ -258,6 +267,19 @@ def test_steps_with_other_settings_than_the_last_are_left_out_with_a_note(train:
     with Replay(run_dir) as replay:
         assert replay.span.note == "the settings were others up to step 3; it begins from the checkpoint of step 3"
         assert [each.bit_equal for each in replay.steps()] == [True]
+
+
+def test_a_run_that_goes_on_to_a_later_end_with_a_falling_learning_rate_is_replayed_from_there(
+    tmp_path: Path, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = ppo_config(tmp_path, models / "policy")
+    config.actor = replace(config.actor, optimizer=OptimizerConfig(lr=1e-2, lr_scheduler="cosine"))
+    with pytest.raises(EngineError):
+        run(config, monkeypatch, FleetOfGroups(fails_at=3))
+    run_dir = run(replace(config, total_train_steps=6), monkeypatch).run_dir
+    with Replay(run_dir) as replay:
+        assert replay.span.note == "the settings were others up to step 3; it begins from the checkpoint of step 3"
+        assert [(each.step, each.bit_equal) for each in replay.steps()] == [(4, True), (5, True), (6, True)]
 
 
 def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
