@@ -320,6 +320,8 @@ class TrainingRun(ABC):
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._saving: Future[Any] | None = None
         """A checkpoint that is being written."""
+        self._waits_for_room = True
+        """A full disk is waited for; not once the run ends."""
 
     def execute(self) -> TrainResult:
         """Train to the last step. Whatever ends a run after its first step, it saves.
@@ -388,7 +390,8 @@ class TrainingRun(ABC):
         return target
 
     def _save_if_possible(self) -> None:
-        """The run ends, and must not end with this error instead of its own."""
+        """The run ends, and must not end with this error instead of its own, nor wait for room once more."""
+        self._waits_for_room = False
         try:
             self._save_now()
         except NoRoom as error:
@@ -411,11 +414,13 @@ class TrainingRun(ABC):
             try:
                 write()
             except NoRoom as error:
+                if not self._waits_for_room or self._interruption.asked:
+                    raise
                 now = time.monotonic()
                 if until is None:
                     until = now + self._full_disk_seconds
                     self._progress.say(f"{error}; the run waits for up to {self._full_disk_seconds:g} s")
-                if now >= until or self._interruption.asked:
+                if now >= until:
                     raise
                 with waits.current().entered("waits for room on a full disk", until - now):
                     time.sleep(min(RETRY_SECONDS, until - now))  # nothing announces it
@@ -482,7 +487,7 @@ class TrainingRun(ABC):
         """The size of the store, and what a trained token takes of it."""
         self._store.flush()
         with StoreReader(self._directory.path) as reader:
-            size, tokens = reader.size_bytes(), reader.trained_tokens()
+            size, tokens = reader.bytes(), reader.trained_tokens()
         return {"store_bytes": size, **({"store_bytes_per_token": size / tokens} if tokens else {})}
 
 

@@ -31,6 +31,8 @@ from areal.engine.training.learner import Learner, LogProbs
 from areal.engine.training.packing import Span
 from areal.store.reader import StoreReader
 from areal.trainer import learners
+from areal.trainer import run as trainer_run
+from areal.trainer.checkpoint import NoRoom
 from areal.trainer.logs import read_lines, read_metrics
 
 pytestmark = pytest.mark.slow
@@ -73,6 +75,33 @@ def test_tokens_that_no_checkpoint_needs_are_forgotten_where_none_are_to_be_kept
         assert [each["step"] for each in reader.checkpoints()] == [3, 4]
         assert [step for step in (1, 2, 3, 4) if reader.batch(step) is not None] == [4]
     assert steps_in(tmp_path / "test/one/rollouts.jsonl") == [step for step in (1, 2, 3, 4) for _ in range(8)]
+
+
+def test_a_run_that_ends_for_a_full_disk_has_waited_for_it_once(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*args: Any) -> None:
+        raise NoRoom("the checkpoint cannot be written")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer_run, "begin_checkpoint", full)
+        with pytest.raises(NoRoom):
+            run(ppo_config(tmp_path, model, store=StoreConfig(full_disk_seconds=0.01)), patch)
+    told = capsys.readouterr()
+    assert (told.out + told.err).count("the run waits for up to 0.01 s") == 1
+    again = FleetOfGroups()
+    run(ppo_config(tmp_path, model), monkeypatch, again)
+    assert again.taken == [2, 3, 4, 5, 6, 7], "its first step was lost"
+
+
+def test_the_size_of_the_store_is_that_of_its_file_after_the_run(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    summary = run(ppo_config(tmp_path, model), monkeypatch).summary
+    size = (tmp_path / "test/one/run.db").stat().st_size
+    assert summary["store_bytes"] == summary["store"]["bytes"]
+    assert summary["store_bytes_per_token"] == summary["store_bytes"] / summary["trained"]["tokens"]
+    assert abs(summary["store_bytes"] - size) < 0.1 * size, "the last checkpoint is written down after the summary"
 
 
 def test_a_run_with_a_kl_penalty_has_a_reference_without_a_gradient(
