@@ -16,15 +16,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from areal.api.messages import Row
-from areal.store.blobs import pack_all, unpack_all
+from areal.store.blobs import columns_of, episodes_of, pack, unpack
 from areal.store.schema import STORE_FILE
+from areal.store.writer import TRAINED
 from areal.trainer.replay import Replay, ReplayOutcome
 from benchmarks.report import Aim, main
 
@@ -65,18 +66,17 @@ def replayed(run: Path, *, until_divergence: bool = False) -> ReplayOutcome:
 
 
 def alter(run: Path, draw: random.Random) -> dict[str, Any]:
-    """Change the last value of a field of some episode that was trained; returns what was changed."""
+    """Change the last value of a field of some group that was trained; returns what was changed."""
     name = draw.choice(FIELDS)
     with sqlite3.connect(run / STORE_FILE) as db:
-        episodes = db.execute("SELECT id, step, task_id, sample FROM episodes WHERE step > 0").fetchall()
-        number, step, task_id, sample = draw.choice(episodes)
-        (data,) = db.execute("SELECT data FROM rows WHERE episode = ?", (number,)).fetchone()
-        rows = unpack_all(data, Row)
-        values = getattr(rows[-1], name).copy()
+        groups = db.execute("SELECT task_id, step FROM groups WHERE step > 0 AND state = ?", (TRAINED,)).fetchall()
+        task_id, step = draw.choice(groups)
+        (data,) = db.execute("SELECT data FROM rows WHERE task_id = ?", (task_id,)).fetchone()
+        episodes = list(episodes_of(unpack(data), Row).values())
+        values = getattr(draw.choice(episodes)[-1], name)
         values[-1] = np.nextafter(values[-1], np.float32(-9)) if values.dtype.kind == "f" else values[-1] + 1
-        rows[-1] = replace(rows[-1], **{name: values})
-        db.execute("UPDATE rows SET data = ? WHERE episode = ?", (pack_all(rows), number))
-    return {"step": step, "field": name, "task_id": task_id, "sample": sample}
+        db.execute("UPDATE rows SET data = ? WHERE task_id = ?", (pack(columns_of(episodes)), task_id))
+    return {"step": step, "field": name, "task_id": task_id}
 
 
 def staleness_and_turns(run: Path) -> tuple[int, float]:

@@ -127,11 +127,7 @@ def trained_rows(episode: Episode) -> list[TrainedRow]:
 
 
 def step_of(number: int, batch: list[GroupResult]) -> StepRecord:
-    trained = {
-        (group.task_id, sample): trained_rows(episode)
-        for group in batch
-        for sample, episode in enumerate(group.episodes)
-    }
+    trained = {group.task_id: [trained_rows(episode) for episode in group.episodes] for group in batch}
     rewards = [episode.reward for group in batch for episode in group.episodes]
     figures = {"reward": float(np.mean(rewards)), "loss": 0.1, "grad_norm": 1.0}
     return StepRecord(

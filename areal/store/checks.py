@@ -5,15 +5,13 @@ detect accidents and edits, not someone who writes new checksums too.
 """
 
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from hashlib import blake2b
 
-import numpy as np
-
-from areal.api.messages import Row
-from areal.store.blobs import packed
+from areal.store.blobs import SAMPLE
 
 FIELDS = (
+    SAMPLE,
     "input_ids",
     "loss_mask",
     "logprobs",
@@ -28,18 +26,13 @@ FIELDS = (
     "group_id",
     "truncated_completions",
 )
-"""Of a row, in the order of their checksums. A new one goes to the end: older stores have no checksum of it."""
+"""Of rows, in the order of their checksums. A new one goes to the end: older stores have no checksum of it."""
 CHECK_BYTES = 4
 
 
-def checks_of(rows: Sequence[Row]) -> bytes:
-    """A checksum for each field, over all rows of an episode."""
-    return b"".join(_check(rows, name) for name in FIELDS)
-
-
-def altered_fields(rows: Sequence[Row], checks: bytes) -> list[str]:
-    """Those whose values are not the ones that `checks` was made of."""
-    return differing_fields(checks_of(rows), checks)
+def checks_of(columns: Mapping[str, bytes]) -> bytes:
+    """A checksum of each field of a group's rows."""
+    return b"".join(zlib.crc32(columns.get(name, b"")).to_bytes(CHECK_BYTES, "big") for name in FIELDS)
 
 
 def differing_fields(one: bytes, other: bytes) -> list[str]:
@@ -48,25 +41,13 @@ def differing_fields(one: bytes, other: bytes) -> list[str]:
     return [name for name, check, another in pairs if check != another]
 
 
-def _split(checks: bytes) -> list[bytes]:
-    return [checks[at : at + CHECK_BYTES] for at in range(0, len(checks), CHECK_BYTES)]
-
-
-def batch_digest(groups: Iterable[tuple[int, Sequence[bytes]]]) -> str:
-    """Of a step's groups in their order: each as its task id and the checksums of its episodes."""
+def batch_digest(groups: Iterable[tuple[int, bytes]]) -> str:
+    """Of a step's groups in their order, each as its task id and its checksums."""
     digest = blake2b(digest_size=16)
-    for task_id, episodes in groups:
-        digest.update(repr((task_id, list(episodes))).encode())
+    for task_id, checks in groups:
+        digest.update(repr((task_id, checks)).encode())
     return digest.hexdigest()
 
 
-def _check(rows: Sequence[Row], name: str) -> bytes:
-    check = 0
-    for row in rows:
-        value = getattr(row, name)
-        if isinstance(value, np.ndarray):  # without a copy
-            check = zlib.crc32(f"{value.dtype.str} {value.shape}".encode(), check)
-            check = zlib.crc32(np.ascontiguousarray(value).data, check)
-        else:
-            check = zlib.crc32(packed(value), check)
-    return check.to_bytes(CHECK_BYTES, "big")
+def _split(checks: bytes) -> list[bytes]:
+    return [checks[at : at + CHECK_BYTES] for at in range(0, len(checks), CHECK_BYTES)]

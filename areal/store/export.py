@@ -15,6 +15,8 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib import import_module
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import IO, Any
 
@@ -77,12 +79,11 @@ def episode_records(store: StoreSearch, chosen: EpisodeFilter = ALL) -> Iterator
     place, more = None, True
     while more:
         page = store.page(chosen, "step", place, READ_AT_ONCE)
-        for line in page.episodes:
-            try:
-                episode = store.episode(line.id)
-            except KeyError:  # its group was tried again since the page was read
-                continue
-            yield episode_record(line, episode, store.trained_rows(line.id))
+        for task_id, lines in groupby(page.episodes, key=attrgetter("task_id")):
+            episodes, trained = store.episodes(task_id), store.trained(task_id)
+            for line in lines:
+                if line.id in episodes:  # else its group was tried again since the page was read
+                    yield episode_record(line, episodes[line.id], trained.get(line.id, []))
         place, more = page.next, page.next is not None
 
 

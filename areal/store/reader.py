@@ -7,19 +7,22 @@ import json
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from areal.api.messages import Episode, GroupResult, Node, Row, TrainedRow
-from areal.store.blobs import from_names, unpack, unpack_all
-from areal.store.checks import altered_fields, batch_digest
+from areal.store.blobs import episodes_of, from_names, unpack
+from areal.store.checks import batch_digest, checks_of, differing_fields
 from areal.store.schema import STORE_FILE, open_for_reading
 from areal.store.writer import EVALUATION, PUBLISHED, READY, REJECTED, SETTLED, TRAINED
 from areal.utils.closing import Closing
 
-EpisodeChecks = dict[tuple[int, int], bytes]
-"""The checksums of episodes (checks.py) by task and sample."""
+GroupChecks = dict[int, bytes]
+"""The checksums of groups (checks.py) by task."""
 ROWS, GROUPS = "rows", "groups"
+_ROWS_OF_STEP = "FROM groups g JOIN rows r USING (task_id) WHERE g.step = ? AND g.state = ? ORDER BY g.place"
 UNREADABLE = (zlib.error, ValueError, TypeError, KeyError, AttributeError)
 """What reading rows raises if their bytes are not what was written."""
 
@@ -44,7 +47,6 @@ class Altered:
     field: str
     """Of rows; ROWS = they cannot be read, GROUPS = which groups the batch has, or their order."""
     task_id: int | None = None
-    sample: int | None = None
 
 
 class StoreReader(Closing):
@@ -117,34 +119,25 @@ class StoreReader(Closing):
     def altered(self, step: int) -> list[Altered]:
         """What of a step's batch is not as it was written; nothing of tokens that are not kept."""
         (written,) = self._db.execute("SELECT batch FROM steps WHERE step = ?", (step,)).fetchone()
-        found = self._db.execute(
-            "SELECT g.task_id, e.sample, r.data, r.checks FROM groups g JOIN episodes e ON e.task_id = g.task_id "
-            "JOIN rows r ON r.episode = e.id WHERE g.step = ? AND g.state = ? ORDER BY g.place, e.sample",
-            (step, TRAINED),
-        )
+        found = self._db.execute(f"SELECT task_id, data, checks {_ROWS_OF_STEP}", (step, TRAINED))
         altered: list[Altered] = []
-        groups: dict[int, list[bytes]] = {}
-        for task_id, sample, data, checks in found:
-            groups.setdefault(task_id, []).append(checks)
-            altered += [Altered(name, task_id, sample) for name in _altered_fields(data, checks)]
+        groups: GroupChecks = {}
+        for task_id, data, checks in found:
+            groups[task_id] = checks
+            altered += [Altered(name, task_id) for name in _altered_fields(data, checks)]
         if groups and not altered and batch_digest(groups.items()) != written:
             altered.append(Altered(GROUPS))
         return altered
 
-    def checks(self, step: int) -> EpisodeChecks:
-        """Of a step's episodes, in the order in which they were trained."""
-        found = self._db.execute(
-            "SELECT g.task_id, e.sample, r.checks FROM groups g JOIN episodes e ON e.task_id = g.task_id "
-            "JOIN rows r ON r.episode = e.id WHERE g.step = ? AND g.state = ? ORDER BY g.place, e.sample",
-            (step, TRAINED),
-        )
-        return {(task_id, sample): checks for task_id, sample, checks in found}
+    def checks(self, step: int) -> GroupChecks:
+        """Of a step's groups, in the order in which they were trained."""
+        return dict(self._db.execute(f"SELECT task_id, checks {_ROWS_OF_STEP}", (step, TRAINED)).fetchall())
 
     def keeps_batch(self, step: int) -> bool:
         """Whether `batch` has the groups of a step."""
         trained, kept = self._db.execute(
-            "SELECT count(*), count(r.episode) FROM episodes e LEFT JOIN rows r ON r.episode = e.id "
-            "WHERE e.step = ? AND e.state = ?",
+            "SELECT count(*), count(r.task_id) FROM groups g LEFT JOIN rows r USING (task_id) "
+            "WHERE g.step = ? AND g.state = ?",
             (step, TRAINED),
         ).fetchone()
         return bool(trained and trained == kept)
@@ -152,16 +145,16 @@ class StoreReader(Closing):
     def rollouts(self, step: int) -> Iterator[dict[str, Any]]:
         """The lines of rollouts.jsonl of a step: its episodes in the order in which they were trained."""
         found = self._db.execute(
-            "SELECT e.*, c.data FROM groups g JOIN episodes e USING (task_id) JOIN conversations c ON c.episode = e.id "
-            "WHERE g.step = ? AND g.state = ? ORDER BY g.place, e.sample",
+            "SELECT e.* FROM groups g JOIN episodes e USING (task_id) WHERE g.step = ? AND g.state = ? "
+            "ORDER BY g.place, e.sample",
             (step, TRAINED),
         )
-        for each in found:
-            others = unpack(each["data"])
-            others.pop("nodes", None)
-            line = rollout_line(step, each["task_id"], Episode(rows=[], **others))
-            kept = {"version_min": "oldest_version", "version_max": "newest_version", "tokens": "tokens"}
-            yield {**line, **{name: each[column] for name, column in kept.items()}}
+        for task_id, lines in groupby(found.fetchall(), key=itemgetter("task_id")):
+            episodes = self.episodes(task_id)
+            for each in lines:
+                line = rollout_line(step, task_id, episodes[each["id"]])
+                kept = {"version_min": "oldest_version", "version_max": "newest_version", "tokens": "tokens"}
+                yield {**line, **{name: each[column] for name, column in kept.items()}}
 
     def ready(self) -> list[GroupResult]:
         """The groups that have ended and were not trained yet, in the order of their tasks."""
@@ -198,40 +191,65 @@ class StoreReader(Closing):
     def rejections(self) -> list[dict[str, Any]]:
         return [dict(row) for row in self._db.execute("SELECT * FROM rejections ORDER BY id")]
 
-    def episode(self, number: int) -> Episode:
-        """With its rows if they are kept. Raises KeyError if there is none of that number."""
-        found = self._db.execute(
-            "SELECT c.data, r.data AS rows FROM conversations c LEFT JOIN rows r USING (episode) WHERE c.episode = ?",
-            (number,),
-        ).fetchone()
+    def episodes(self, task_id: int) -> dict[int, Episode]:
+        """Those of a group by their numbers, sample by sample, with their rows if these are kept."""
+        found = self._blobs(task_id, "conversations", "rows")
         if found is None:
-            raise KeyError(number)
-        rows = [] if found["rows"] is None else unpack_all(found["rows"], Row)
-        others = unpack(found["data"])
-        return Episode(rows=rows, nodes=from_names(others.pop("nodes", ()), Node), **others)
+            return {}
+        numbers, data, rows = found
+        kept = {} if rows is None else episodes_of(unpack(rows), Row)
+        return {
+            number: Episode(rows=kept.get(sample, []), nodes=from_names(others.pop("nodes", ()), Node), **others)
+            for sample, (number, others) in enumerate(zip(numbers, unpack(data), strict=True))
+        }
+
+    def trained(self, task_id: int) -> dict[int, list[TrainedRow]]:
+        """What the trainer computed for the rows of each episode of a group; empty if nothing, or if it is not kept."""
+        found = self._blobs(task_id, "trained")
+        if found is None:
+            return {}
+        numbers, data = found
+        return {numbers[sample]: rows for sample, rows in episodes_of(unpack(data), TrainedRow).items()}
+
+    def episode(self, number: int) -> Episode:
+        """Raises KeyError if there is none of that number."""
+        return self.episodes(self._task_of(number))[number]
 
     def trained_rows(self, number: int) -> list[TrainedRow]:
         """What the trainer computed for an episode's rows; empty if it was not trained or it is not kept."""
-        found = self._db.execute("SELECT data FROM trained WHERE episode = ?", (number,)).fetchone()
-        return [] if found is None else unpack_all(found["data"], TrainedRow)
+        return self.trained(self._task_of(number)).get(number, [])
+
+    def _task_of(self, number: int) -> int:
+        found = self._db.execute("SELECT task_id FROM episodes WHERE id = ?", (number,)).fetchone()
+        if found is None:
+            raise KeyError(number)
+        return int(found["task_id"])
+
+    def _blobs(self, task_id: int, table: str, other: str | None = None) -> list[Any] | None:
+        """The numbers of a group's episodes, and its blobs in these tables; None if the first has none.
+
+        All as of one moment: the group may be tried again meanwhile.
+        """
+        numbers = "SELECT json_group_array(id) FROM (SELECT id FROM episodes WHERE task_id = ?1 ORDER BY sample)"
+        columns, join = ("a.data, b.data", f"LEFT JOIN {other} b USING (task_id)") if other else ("a.data", "")
+        found = self._db.execute(
+            f"SELECT ({numbers}), {columns} FROM {table} a {join} WHERE task_id = ?1", (task_id,)
+        ).fetchone()
+        return None if found is None else [json.loads(found[0]), *found[1:]]
 
     def _group(self, task_id: int) -> GroupResult | None:
-        """None if the tokens of an episode are not kept."""
-        kept = self._db.execute(
-            "SELECT e.id, r.episode FROM episodes e LEFT JOIN rows r ON r.episode = e.id "
-            "WHERE task_id = ? ORDER BY sample",
+        """None if its tokens are not kept."""
+        (digests, kept) = self._db.execute(
+            "SELECT digests, EXISTS (SELECT * FROM rows r WHERE r.task_id = g.task_id) FROM groups g WHERE task_id = ?",
             (task_id,),
-        ).fetchall()
-        if any(row["episode"] is None for row in kept):
-            return None
-        (digests,) = self._db.execute("SELECT digests FROM groups WHERE task_id = ?", (task_id,)).fetchone()
+        ).fetchone()
         reported = {int(version): digest for version, digest in json.loads(digests).items()}
-        return GroupResult(task_id, [self.episode(row["id"]) for row in kept], [], reported)
+        return GroupResult(task_id, list(self.episodes(task_id).values()), [], reported) if kept else None
 
 
 def _altered_fields(data: bytes, checks: bytes) -> list[str]:
     try:
-        return altered_fields(unpack_all(data, Row), checks)
+        return differing_fields(checks_of(unpack(data)), checks)
     except UNREADABLE:
         return [ROWS]
 

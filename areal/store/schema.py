@@ -5,10 +5,10 @@
     groups       a task and what became of it: running, ready, trained (at which step, in which place), rejected
     episodes     one sample of a group: the columns that people filter by and nothing else, so that a scan is fast
     conversations
-                 what was said in it, its tree and what else is known of it (blob)
+                 what was said in a group, its trees and what else is known of its episodes (blob)
     rows         its tokens as they are trained (blob), and a checksum of each field
     trained      what the trainer computed for its tokens (blob)
-    texts        full-text index over its conversation
+    texts        full-text index over the conversation of each episode
     rejections   why an episode yielded nothing, with the traceback
     steps        each step of training: digests of its batch and of the weights it led to, and the totals of the run
     metrics      the lines of metrics.jsonl; a step has one, an evaluation another
@@ -80,19 +80,19 @@ CREATE TABLE episodes (
 ) STRICT;
 CREATE INDEX episodes_by_step ON episodes (step);
 
+-- A blob for each group: one for each episode costs several times the processor time and twice the room.
 CREATE TABLE conversations (
-    episode INTEGER PRIMARY KEY REFERENCES episodes (id) ON DELETE CASCADE,
-    preview TEXT NOT NULL,
+    task_id INTEGER PRIMARY KEY REFERENCES groups (task_id),
+    previews TEXT NOT NULL,
     data BLOB NOT NULL
 ) STRICT;
-
 CREATE TABLE rows (
-    episode INTEGER PRIMARY KEY REFERENCES episodes (id) ON DELETE CASCADE,
+    task_id INTEGER PRIMARY KEY REFERENCES groups (task_id),
     data BLOB NOT NULL,
     checks BLOB NOT NULL
 ) STRICT;
 CREATE TABLE trained (
-    episode INTEGER PRIMARY KEY REFERENCES episodes (id) ON DELETE CASCADE,
+    task_id INTEGER PRIMARY KEY REFERENCES groups (task_id),
     data BLOB NOT NULL
 ) STRICT;
 

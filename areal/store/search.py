@@ -5,6 +5,7 @@ the store has, also while the run goes on: a scan of 100,000 episodes takes a fe
 (`python -m benchmarks.store`), so nothing is aggregated beforehand.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
@@ -241,17 +242,13 @@ class StoreSearch(StoreReader):
         return self._db.execute(f"SELECT {columns} FROM {source} {where} {rest}", (*before, *values, *after)).fetchall()
 
     def _lines(self, found: Sequence[Any]) -> list[EpisodeLine]:
-        ids = [row["id"] for row in found]
-        previews = dict(
-            tuple(row)
-            for row in self._db.execute(
-                f"SELECT episode, preview FROM conversations WHERE episode IN ({', '.join('?' * len(ids))})", ids
-            )
-        )
+        tasks = list({row["task_id"] for row in found})
+        chosen = f"SELECT task_id, previews FROM conversations WHERE task_id IN ({', '.join('?' * len(tasks))})"
+        previews = {task_id: json.loads(texts) for task_id, texts in self._db.execute(chosen, tasks)}
         return [
             EpisodeLine(
                 **{**dict(row), "truncated": bool(row["truncated"])},  # type: ignore[arg-type]
-                preview=previews.get(row["id"], ""),
+                preview=previews[row["task_id"]][row["sample"]],
             )
             for row in found
         ]

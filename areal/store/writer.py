@@ -20,14 +20,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from math import sqrt
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import Any, NamedTuple
 
 import numpy as np
 import orjson
 
 from areal.api.messages import Episode, GroupResult, Rejection, TrainedRow
-from areal.store.blobs import by_name, pack, pack_all
+from areal.store.blobs import by_name, columns_of, pack
 from areal.store.checks import batch_digest, checks_of
 from areal.store.schema import STORE_FILE, StoreError, open_for_writing
 from areal.utils import waits
@@ -55,6 +57,8 @@ PREVIEW_CHARACTERS = 160
 TASK_CHARACTERS = 65_536
 FULL = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN)
 """How SQLite reports that a disk takes nothing more, by the lowest byte of its codes."""
+BLOBS = ("conversations", "rows", "trained")
+"""Tables with a row for each group."""
 ELSEWHERE = ("rows", "nodes")
 """Fields of an episode that are not plain values."""
 
@@ -85,8 +89,8 @@ class StepRecord:
     """Its line of metrics."""
     account: Mapping[str, Any]
     """Totals of the run."""
-    trained: Mapping[tuple[int, int], Sequence[TrainedRow]] = field(default_factory=dict)
-    """By task id and sample, row by row."""
+    trained: Mapping[int, Sequence[Sequence[TrainedRow]]] = field(default_factory=dict)
+    """By task id: of each episode, row by row."""
 
 
 class StoreWriter(Closing):
@@ -320,11 +324,13 @@ class StoreWriter(Closing):
     def _tidy_up(self) -> bool:
         """Forget some tokens, or shrink the file a little; whether there is more of it to do."""
         before = max(self._forget_before, _first_needed_step(self._connection, self._keep_tokens))
+        if not before:
+            return False
         old = _groups_with_tokens(self._connection, before)
         if old:
             self._commit([lambda db: _forget_tokens(db, old)])
             return True
-        if before and _spare_share(self._connection) > SPARE_SHARE:
+        if _spare_share(self._connection) > SPARE_SHARE:
             self._commit([_shrink])
             return True
         return False
@@ -391,16 +397,19 @@ class _GroupEnded:
 
     def __call__(self, db: sqlite3.Connection) -> None:
         result = self.result
-        rewards = np.array([episode.reward for episode in result.episodes])
-        known = db.execute("SELECT state FROM groups WHERE task_id = ?", (result.task_id,)).fetchone()
-        if known is None or known["state"] != READY:  # else it has its episodes already
-            db.execute("DELETE FROM episodes WHERE task_id = ?", (result.task_id,))
+        counts = _counts(result.episodes)
+        oldest = min((each.oldest for each in counts if each.oldest is not None), default=None)
+        mean, spread = _mean_and_spread([episode.reward for episode in result.episodes])
+        known = db.execute("SELECT state, attempts FROM groups WHERE task_id = ?", (result.task_id,)).fetchone()
+        if known is None:
             db.execute(
-                "INSERT OR IGNORE INTO groups (task_id, state, began, began_version) VALUES (?, ?, ?, ?)",
-                (result.task_id, self.state, self.at, _oldest(result.episodes) or 0),
+                "INSERT INTO groups (task_id, state, began, began_version) VALUES (?, ?, ?, ?)",
+                (result.task_id, self.state, self.at, oldest or 0),
             )
-            for sample, episode in enumerate(result.episodes):
-                _write_episode(db, result.task_id, sample, episode)
+        if known is None or known["state"] != READY:  # else it has its episodes already
+            if known is not None and tuple(known) != (RUNNING, 1):  # it was tried before
+                _forget(db, ("episodes", *BLOBS), result.task_id)
+            _write_episodes(db, result.task_id, result.episodes, counts)
             for rejection in result.rejections:
                 self._reject(db, rejection)
         if self.why is not None and result.episodes:
@@ -412,13 +421,13 @@ class _GroupEnded:
             (
                 self.state,
                 self.at,
-                _oldest(result.episodes),
+                oldest,
                 reason,
                 len(result.episodes),
-                sum(episode.trained_tokens for episode in result.episodes),
-                float(rewards.mean()) if len(rewards) else None,
-                float(rewards.std()) if len(rewards) else None,
-                json.dumps(result.digests),
+                sum(each.trained for each in counts),
+                mean,
+                spread,
+                _json(result.digests),
                 step,
                 result.task_id,
             ),
@@ -436,31 +445,69 @@ class _GroupEnded:
         )
 
 
-def _write_episode(db: sqlite3.Connection, task_id: int, sample: int, episode: Episode) -> None:
-    others = {name: value for name, value in vars(episode).items() if name not in ELSEWHERE}
-    tokens = episode.trained_tokens
-    written = db.execute(
-        "INSERT INTO episodes (task_id, sample, state, reward, tokens, prompt_tokens, calls, seconds, oldest_version, "
-        "newest_version, truncated) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-        (
-            task_id,
-            sample,
-            READY,
-            episode.reward,
-            tokens,
-            sum(len(row.input_ids) for row in episode.rows) - tokens,
-            episode.calls,
-            episode.seconds,
-            episode.oldest_version,
-            episode.newest_version,
-            episode.truncated,
-        ),
+def _mean_and_spread(rewards: Sequence[float]) -> tuple[float | None, float | None]:
+    """Without numpy, which takes ten times as long for a few numbers."""
+    if not rewards:
+        return None, None
+    mean = fmean(rewards)
+    return mean, sqrt(fmean((reward - mean) ** 2 for reward in rewards))
+
+
+class _Counts(NamedTuple):
+    """Of an episode's tokens."""
+
+    trained: int
+    others: int
+    oldest: int | None
+    """The version of its oldest trained token; None if there is none."""
+    newest: int | None
+
+
+def _counts(episodes: Sequence[Episode]) -> list[_Counts]:
+    """Of all episodes at once: one at a time would take longer than everything else that is written of them."""
+    rows = [(sample, row) for sample, episode in enumerate(episodes) for row in episode.rows]
+    if not rows:
+        return [_Counts(0, 0, None, None)] * len(episodes)
+    mask = np.concatenate([row.loss_mask for _, row in rows])
+    samples = np.repeat([sample for sample, _ in rows], [len(row.loss_mask) for _, row in rows])
+    tokens = np.bincount(samples, minlength=len(episodes)).tolist()
+    samples, versions = samples[mask], np.concatenate([row.versions for _, row in rows])[mask]
+    trained = np.bincount(samples, minlength=len(episodes)).tolist()
+    oldest, newest = np.full(len(episodes), np.iinfo(np.int64).max), np.full(len(episodes), -1)
+    np.minimum.at(oldest, samples, versions)
+    np.maximum.at(newest, samples, versions)
+    found = zip(tokens, trained, oldest.tolist(), newest.tolist(), strict=True)
+    return [
+        _Counts(own, every - own, first, last) if own else _Counts(0, every, None, None)
+        for every, own, first, last in found
+    ]
+
+
+def _write_episodes(
+    db: sqlite3.Connection, task_id: int, episodes: Sequence[Episode], counts: Sequence[_Counts]
+) -> None:
+    """Of a group that has none here."""
+    if not episodes:
+        return
+    db.executemany(
+        "INSERT INTO episodes (task_id, sample, state, reward, tokens, prompt_tokens, oldest_version, newest_version, "
+        "calls, seconds, truncated) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        [
+            (task_id, sample, READY, each.reward, *tokens, each.calls, each.seconds, each.truncated)
+            for sample, (each, tokens) in enumerate(zip(episodes, counts, strict=True))
+        ],
     )
-    number = written.lastrowid
-    conversation = pack({**others, "nodes": by_name(episode.nodes)})
-    db.execute("INSERT INTO conversations VALUES (?, ?, ?)", (number, _preview(episode), conversation))
-    db.execute("INSERT INTO rows VALUES (?, ?, ?)", (number, pack_all(episode.rows), checks_of(episode.rows)))
-    db.execute("INSERT INTO texts (rowid, body) VALUES (?, ?)", (number, conversation_text(episode)))
+    (last,) = db.execute("SELECT last_insert_rowid()").fetchone()
+    texts = enumerate(map(conversation_text, episodes), last - len(episodes) + 1)
+    db.executemany("INSERT INTO texts (rowid, body) VALUES (?, ?)", texts)
+    conversations = [
+        {name: value for name, value in vars(each).items() if name not in ELSEWHERE} | {"nodes": by_name(each.nodes)}
+        for each in episodes
+    ]
+    previews = _json([_preview(each) for each in episodes])
+    db.execute("INSERT INTO conversations VALUES (?, ?, ?)", (task_id, previews, pack(conversations)))
+    rows = columns_of([each.rows for each in episodes])
+    db.execute("INSERT INTO rows VALUES (?, ?, ?)", (task_id, pack(rows), checks_of(rows)))
 
 
 def _write_step(db: sqlite3.Connection, record: StepRecord, at: float) -> None:
@@ -482,20 +529,15 @@ def _write_step(db: sqlite3.Connection, record: StepRecord, at: float) -> None:
             "UPDATE episodes SET state = ?, step = ?, staleness = ? - oldest_version WHERE task_id = ?",
             (TRAINED, record.step, record.version - 1, task_id),
         )
-    for (task_id, sample), rows in record.trained.items():
-        db.execute(
-            "INSERT OR REPLACE INTO trained SELECT id, ? FROM episodes WHERE task_id = ? AND sample = ?",
-            (pack_all(rows), task_id, sample),
-        )
+    trained = [(task_id, pack(columns_of(rows))) for task_id, rows in record.trained.items()]
+    db.executemany("INSERT OR REPLACE INTO trained VALUES (?, ?)", trained)
     _write_metrics(db, record.step, record.figures)
 
 
-def _stored_checks(db: sqlite3.Connection, task_id: int) -> list[bytes]:
-    """The checksums of each episode of a group, as they were written with its tokens."""
-    found = db.execute(
-        "SELECT r.checks FROM episodes e JOIN rows r ON r.episode = e.id WHERE task_id = ? ORDER BY sample", (task_id,)
-    )
-    return [checks for (checks,) in found]
+def _stored_checks(db: sqlite3.Connection, task_id: int) -> bytes:
+    """The checksums of a group, as they were written with its tokens."""
+    found = db.execute("SELECT checks FROM rows WHERE task_id = ?", (task_id,)).fetchone()
+    return b"" if found is None else bytes(found["checks"])
 
 
 def _write_metrics(db: sqlite3.Connection, step: int, figures: Mapping[str, float | None]) -> None:
@@ -521,9 +563,13 @@ def _groups_with_tokens(db: sqlite3.Connection, before_step: int) -> list[int]:
 
 def _forget_tokens(db: sqlite3.Connection, groups: Sequence[int]) -> None:
     for task_id in groups:
-        for table in ("rows", "trained"):
-            db.execute(f"DELETE FROM {table} WHERE episode IN (SELECT id FROM episodes WHERE task_id = ?)", (task_id,))
+        _forget(db, ("rows", "trained"), task_id)
         db.execute("UPDATE groups SET kept = 0 WHERE task_id = ?", (task_id,))
+
+
+def _forget(db: sqlite3.Connection, tables: Sequence[str], task_id: int) -> None:
+    for table in tables:
+        db.execute(f"DELETE FROM {table} WHERE task_id = ?", (task_id,))
 
 
 def _spare_share(db: sqlite3.Connection) -> float:
@@ -534,10 +580,6 @@ def _spare_share(db: sqlite3.Connection) -> float:
 
 def _shrink(db: sqlite3.Connection) -> None:
     db.execute(f"PRAGMA incremental_vacuum({VACUUM_PAGES})").fetchall()  # a page for each row that is fetched
-
-
-def _oldest(episodes: Sequence[Episode]) -> int | None:
-    return min((oldest for each in episodes if (oldest := each.oldest_version) is not None), default=None)
 
 
 def _preview(episode: Episode) -> str:
@@ -554,8 +596,11 @@ def conversation_text(episode: Episode) -> str:
 
 def _text(message: Mapping[str, Any]) -> str:
     """Everything that is said in a message, the calls of tools included."""
-    said = [message.get("content"), message.get("reasoning_content")]
-    called = [call.get("function", call) for call in message.get("tool_calls") or [] if isinstance(call, dict)]
+    content, thoughts, calls = (message.get(name) for name in ("content", "reasoning_content", "tool_calls"))
+    if isinstance(content, str) and not thoughts and not calls:  # nearly every message
+        return content
+    said = [content, thoughts]
+    called = [call.get("function", call) for call in calls or [] if isinstance(call, dict)]
     said += [text for each in called for text in (each.get("name"), each.get("arguments"))]
     return "\n".join(each if isinstance(each, str) else _json(each) for each in said if each)
 

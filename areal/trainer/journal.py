@@ -226,16 +226,10 @@ class Journal(Closing):
             self.progress.say(render_episode(episode, title=f"step {step}"))
 
 
-def _by_episode(
-    groups: Sequence[GroupResult], computed: Sequence[TrainedRow]
-) -> dict[tuple[int, int], list[TrainedRow]]:
+def _by_episode(groups: Sequence[GroupResult], computed: Sequence[TrainedRow]) -> dict[int, list[list[TrainedRow]]]:
     """What was computed for each row, group by group, as the store keeps it."""
     left = iter(computed)
-    return {
-        (group.task_id, sample): list(islice(left, len(episode.rows)))
-        for group in groups
-        for sample, episode in enumerate(group.episodes)
-    }
+    return {group.task_id: [list(islice(left, len(episode.rows))) for episode in group.episodes] for group in groups}
 
 
 def _with_means(tally: Tally) -> dict[str, float]:

@@ -18,7 +18,7 @@ from areal.config.experiment import DatasetConfig, PPOConfig
 from areal.config.loader import build
 from areal.config.training import MetricsConfig, SaverConfig, StoreConfig
 from areal.store.checks import differing_fields
-from areal.store.reader import GROUPS, Altered, EpisodeChecks, StoredStep, StoreReader
+from areal.store.reader import GROUPS, Altered, GroupChecks, StoredStep, StoreReader
 from areal.store.writer import StepRecord, StoreWriter
 from areal.trainer.machine import differences, machine_facts
 from areal.trainer.ppo import PPOTrainer
@@ -161,15 +161,15 @@ def _step(reader: StoreReader, step: int) -> tuple[StoredStep, dict[str, Any]]:
     return stored, step_metrics(reader, step)
 
 
-def _sampled_otherwise(then: EpisodeChecks, now: EpisodeChecks) -> list[Altered]:
+def _sampled_otherwise(then: GroupChecks, now: GroupChecks) -> list[Altered]:
     """By the checksums of both; nothing if the run does not keep its own."""
     if not then:
         return []
     if list(then) != list(now):
         return [Altered(GROUPS)]
     return [
-        Altered(name, *place)
-        for place, checks in then.items()
-        for name in differing_fields(checks, now[place])
+        Altered(name, task_id)
+        for task_id, checks in then.items()
+        for name in differing_fields(checks, now[task_id])
         if name not in UNCOMPARED
     ]

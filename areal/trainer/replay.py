@@ -401,9 +401,7 @@ class ReplayOutcome:
 
 def _places(altered: Sequence[Altered]) -> str:
     named = [
-        "which groups it has, or their order"
-        if each.task_id is None
-        else f"{each.field} of task {each.task_id}, sample {each.sample}"
+        "which groups it has, or their order" if each.task_id is None else f"{each.field} of task {each.task_id}"
         for each in altered[:SHOWN]
     ]
     more = f" and {len(altered) - SHOWN} more" if len(altered) > SHOWN else ""

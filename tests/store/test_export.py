@@ -32,7 +32,7 @@ def write_run(store: StoreWriter) -> None:
     """Five steps of one group each, a group that is rejected and one that waits."""
     for step in range(1, 6):
         store.ready(group(step))
-        store.step(dataclasses.replace(step_of(step, step), trained={(step, 0): trained(episode())}))
+        store.step(dataclasses.replace(step_of(step, step), trained={step: [trained(episode()), []]}))
     store.rejected(group(6), Rejection(RejectReason.STALE, "too old"))
     with_image = dataclasses.replace(row(), images=[b"\x89PNG"])
     store.ready(group(7, Episode([with_image], 0.25, ODD, nodes=[NODE]), Episode([], 0.0)))
@@ -181,7 +181,7 @@ def test_what_is_said_on_a_branch_is_found(run: Path) -> None:
 
 def test_damage_is_one_line_and_other_steps_can_be_exported(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with sqlite3.connect(run / STORE_FILE) as db:
-        db.execute("UPDATE rows SET data = x'00' WHERE episode = 1")
+        db.execute("UPDATE rows SET data = x'00' WHERE task_id = 1")
     assert command.main(["export", str(run)]) == 2
     assert "is damaged" in capsys.readouterr().err
     assert list((run / "export").iterdir()) == []

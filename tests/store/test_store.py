@@ -184,7 +184,7 @@ def test_what_the_trainer_computed_comes_back(tmp_path: Path) -> None:
     computed = TrainedRow(np.array([1, np.nan], np.float32), np.array([-0.5, -0.25], np.float32))
     with StoreWriter(tmp_path) as store:
         store.ready(group(4))
-        store.step(dataclasses.replace(step_of(1, 4), trained={(4, 1): [computed]}))
+        store.step(dataclasses.replace(step_of(1, 4), trained={4: [[], [computed]]}))
     with StoreReader(tmp_path) as reader:
         assert reader.trained_rows(1) == []
         (found,) = reader.trained_rows(2)

@@ -17,7 +17,7 @@ from areal.api.errors import ArealError, EngineError
 from areal.api.messages import Row
 from areal.cli import main as command
 from areal.config.training import CriticConfig, OptimizerConfig, ReferenceConfig
-from areal.store.blobs import pack_all, unpack_all
+from areal.store.blobs import columns_of, episodes_of, pack, unpack
 from areal.store.reader import Altered
 from areal.store.schema import STORE_FILE
 from areal.trainer.replay import ABSOLUTE, Replay, ReplayOutcome, Taken
@@ -67,20 +67,17 @@ def change(run_dir: Path, setting: str, value: Any) -> None:
     edit(run_dir, f"UPDATE meta SET value = json_set(value, '$.{setting}', ?) WHERE name = 'config'", value)
 
 
-def alter(run_dir: Path, step: int, name: str) -> tuple[int, int]:
-    """Change the last value of a field of one episode of a step by as little as can be; returns its task and sample."""
+def alter(run_dir: Path, step: int, name: str) -> int:
+    """Change the last value of a field of one group of a step by as little as can be; returns its task."""
     with sqlite3.connect(run_dir / STORE_FILE) as db:
-        number, task_id, sample, data = db.execute(
-            "SELECT e.id, e.task_id, e.sample, r.data FROM episodes e JOIN rows r ON r.episode = e.id "
-            "WHERE e.step = ? ORDER BY e.id DESC",
-            (step,),
+        task_id, data = db.execute(
+            "SELECT task_id, data FROM groups JOIN rows USING (task_id) WHERE step = ? ORDER BY place DESC", (step,)
         ).fetchone()
-        rows = unpack_all(data, Row)
-        values = getattr(rows[-1], name).copy()
+        episodes = list(episodes_of(unpack(data), Row).values())
+        values = getattr(episodes[-1][-1], name)
         values[-1] = np.nextafter(values[-1], np.float32(-9)) if values.dtype.kind == "f" else values[-1] + 1
-        rows[-1] = replace(rows[-1], **{name: values})
-        db.execute("UPDATE rows SET data = ? WHERE episode = ?", (pack_all(rows), number))
-    return task_id, sample
+        db.execute("UPDATE rows SET data = ? WHERE task_id = ?", (pack(columns_of(episodes)), task_id))
+    return int(task_id)
 
 
 def kinds(models: Path) -> dict[str, dict[str, Any]]:
@@ -132,13 +129,13 @@ def test_a_batch_that_was_altered_is_named_with_its_step_and_field(
     train: Train, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     run_dir = train()
-    task_id, sample = alter(run_dir, 3, name)
+    task_id = alter(run_dir, 3, name)
     assert command.main(["replay", str(run_dir), "--until-divergence", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert found["taken"] == 3
     assert (found["divergence"]["step"], found["divergence"]["cause"]) == (3, "store")
-    assert found["divergence"]["altered"] == [{"field": name, "task_id": task_id, "sample": sample}]
-    assert f"its stored batch was altered: {name} of task {task_id}, sample {sample}" in found["divergence"]["text"]
+    assert found["divergence"]["altered"] == [{"field": name, "task_id": task_id}]
+    assert f"its stored batch was altered: {name} of task {task_id}" in found["divergence"]["text"]
 
 
 def test_groups_in_another_order_are_named(train: Train) -> None:
@@ -244,7 +241,7 @@ def test_sessions_on_other_threads_are_each_replayed_as_they_were(train: Train) 
 
 def test_steps_whose_tokens_are_not_kept_are_left_out_with_a_note(train: Train) -> None:
     run_dir = train()
-    edit(run_dir, "DELETE FROM rows WHERE episode IN (SELECT id FROM episodes WHERE step <= 2)")
+    edit(run_dir, "DELETE FROM rows WHERE task_id IN (SELECT task_id FROM groups WHERE step <= 2)")
     with Replay(run_dir) as replay:
         assert replay.span.note == (
             "the tokens of steps up to 2 are not kept (store.keep_tokens); it begins from the checkpoint of step 2"
