@@ -9,6 +9,7 @@ import asyncio
 import json
 import re
 import socket
+import sqlite3
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,8 @@ from areal.api.errors import ArealError, ConfigError
 from areal.infra.rpc.channel import ChannelClosed
 from areal.infra.rpc.connect import connect
 from areal.infra.rpc.wire import api_wire
+from areal.store.reader import StoreReader
+from areal.store.schema import StoreError
 from areal.trainer.status import ANSWER_SECONDS, DRIVER_FILE, Report, lines_of, start_of
 
 FINISHED, RESUMABLE, SILENT = 3, 4, 5
@@ -64,7 +67,7 @@ def _driver(directory: Path) -> _Driver | None:
     path = directory / DRIVER_FILE
     try:
         return _Driver(**json.loads(path.read_text(encoding="utf-8")))
-    except FileNotFoundError:
+    except (FileNotFoundError, ValueError, TypeError):  # or what is there is damaged
         return None
     except PermissionError:
         raise ArealError(f"only the user who started the run may ask it, and read {path}") from None
@@ -106,7 +109,8 @@ async def _call(driver: _Driver) -> Any:
 def _from_files(directory: Path) -> Report:
     """What is known of a run without a driver."""
     metrics, summary = directory / "metrics.jsonl", directory / "summary.json"
-    report: Report = {"run": str(directory), "step": _last_step(metrics), "checkpoint": _newest_checkpoint(directory)}
+    step = max(_stored_step(directory), _exported_step(metrics))
+    report: Report = {"run": str(directory), "step": step, "checkpoint": _newest_checkpoint(directory)}
     if summary.exists():
         report |= {"state": "finished", "ended": summary.stat().st_mtime}
         report["text"] = f"{directory}: finished after step {report['step']}, {_when(report['ended'])}"
@@ -116,15 +120,23 @@ def _from_files(directory: Path) -> Report:
     report |= {"state": "killed" if killed else "stopped", "ended": latest.stat().st_mtime}
     how = "its driver was killed" if killed else "stopped"
     after = f"after step {report['step']}" if report["step"] else "before its first step"
-    saved = f"from step {report['checkpoint']}" if report["checkpoint"] else "from its start"
     report["text"] = (
         f"{directory}: {how} {after}; the last sign of it is of {_when(report['ended'])}\n"
-        f"to go on {saved}, give the same command with trial_name={directory.absolute().name}"
+        f"to go on, give the same command with trial_name={directory.absolute().name}"
     )
     return report
 
 
-def _last_step(metrics: Path) -> int:
+def _stored_step(directory: Path) -> int:
+    """The last one that is written down; 0 = there is none, or no store that can be read."""
+    try:
+        with StoreReader(directory, at_rest=True) as store:
+            return max((each.step for each in store.steps()), default=0)
+    except (StoreError, sqlite3.DatabaseError):
+        return 0
+
+
+def _exported_step(metrics: Path) -> int:
     """Of the last whole row; 0 = there is none."""
     if not metrics.exists():
         return 0

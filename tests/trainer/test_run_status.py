@@ -22,6 +22,7 @@ from areal.engine.inference.remote import RemoteEngine
 from areal.infra.loop_thread import LoopThread
 from areal.infra.rpc.connect import connect, serve
 from areal.infra.rpc.wire import api_wire
+from areal.store.writer import StepRecord, StoreWriter
 from areal.trainer.run import TrainingRun
 from areal.trainer.run_directory import RunDirectory
 from areal.trainer.status import DRIVER_FILE, RunStatus, start_of
@@ -231,7 +232,21 @@ def test_run_that_was_stopped_says_at_which_step_and_how_to_go_on(
     assert main(["status", str(directory.path)]) == RESUMABLE
     stopped, remedy = capsys.readouterr().out.splitlines()
     assert f"{directory.path}: stopped after step 40; the last sign of it is of 20" in stopped
-    assert remedy == "to go on from step 30, give the same command with trial_name=one"
+    assert remedy == "to go on, give the same command with trial_name=one"
+
+
+def test_run_that_was_killed_is_as_far_as_its_store_says_whatever_was_exported(
+    directory: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step(directory, 1)
+    with StoreWriter(directory.path) as store:
+        for number in (1, 2):
+            store.step(StepRecord(number, number, "digest", [], {}, {}))
+    main(["status", str(directory.path)])
+    assert "stopped after step 2;" in capsys.readouterr().out
+    (directory.path / "run.db").write_bytes(b"damaged " * 1000)
+    assert main(["status", str(directory.path)]) == RESUMABLE
+    assert "stopped after step 1;" in capsys.readouterr().out
 
 
 def test_run_whose_driver_was_killed_says_so(directory: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
@@ -240,7 +255,16 @@ def test_run_whose_driver_was_killed_says_so(directory: RunDirectory, capsys: py
     assert main(["status", str(directory.path)]) == RESUMABLE
     killed, remedy = capsys.readouterr().out.splitlines()
     assert f"{directory.path}: its driver was killed before its first step" in killed
-    assert remedy == "to go on from its start, give the same command with trial_name=one"
+    assert remedy == "to go on, give the same command with trial_name=one"
+
+
+@pytest.mark.parametrize("damaged", ["", "{", "[]", '{"pid": 1}'])
+def test_run_whose_driver_file_is_damaged_is_told_from_its_other_files(
+    directory: RunDirectory, capsys: pytest.CaptureFixture[str], damaged: str
+) -> None:
+    (directory.path / DRIVER_FILE).write_text(damaged)
+    assert main(["status", str(directory.path)]) == RESUMABLE
+    assert "its driver was killed before its first step" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
