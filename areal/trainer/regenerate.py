@@ -22,7 +22,15 @@ from areal.store.reader import GROUPS, Altered, GroupChecks, StoredStep, StoreRe
 from areal.store.writer import StepRecord, StoreWriter
 from areal.trainer.machine import differences, machine_facts
 from areal.trainer.ppo import PPOTrainer
-from areal.trainer.replay import Figure, ReplayOutcome, ReplaySpan, Taken, step_metrics, stored_config
+from areal.trainer.replay import (
+    Figure,
+    ReplayOutcome,
+    ReplaySpan,
+    Taken,
+    settings_changed_after,
+    step_metrics,
+    stored_config,
+)
 
 UNCOMPARED = ("logprobs",)
 COMPARED_FIGURES = ("reward", "tokens", "loss", "grad_norm")
@@ -35,7 +43,8 @@ def regenerate(run: Path, directory: Path, goes_on: Callable[[Taken], bool]) -> 
     again."""
     with StoreReader(run, at_rest=True) as store:
         values, sampled_by = stored_config(store), store.meta().get("sampled_by", {})
-        if reason := refusal(values, sampled_by):
+        changed = settings_changed_after(store.sessions())
+        if reason := f"its settings were others up to step {changed}" if changed else refusal(values, sampled_by):
             raise ArealError(
                 f"{run} cannot be sampled again: {reason}; without --regenerate it is replayed from its store"
             )

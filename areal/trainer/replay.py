@@ -439,7 +439,7 @@ def find_span(store: StoreReader, checkpoints: Mapping[int, Path], start: int | 
     while before in steps and store.keeps_batch(before):
         before -= 1
     why = f"the tokens of steps up to {before} are not kept (store.keep_tokens)"
-    changed = _settings_changed_after(store.sessions())
+    changed = settings_changed_after(store.sessions())
     if before < changed < last:
         before, why = changed, f"the settings were others up to step {changed}"
     possible = [step for step in (0, *checkpoints) if before <= step < last]
@@ -455,7 +455,7 @@ def find_span(store: StoreReader, checkpoints: Mapping[int, Path], start: int | 
     return ReplaySpan(begun, last, checkpoints.get(begun), note)
 
 
-def _settings_changed_after(sessions: Sequence[Mapping[str, Any]]) -> int:
+def settings_changed_after(sessions: Sequence[Mapping[str, Any]]) -> int:
     """The last step before a session that learns otherwise than the one before it; 0 = all learn alike."""
     known = [(each["first_step"], each["machine"].get("settings")) for each in sessions]
     return max((now[0] for then, now in pairwise(known) if then[1] != now[1]), default=0)

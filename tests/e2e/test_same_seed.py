@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from real_runs import Start, rows_of
 
+from areal.cli.main import main
+
 STEPS = 10
 SYNCHRONOUS = (
     f"total_train_steps={STEPS}",
@@ -39,6 +41,15 @@ def test_same_seed_gives_the_same_weights_to_the_bit_and_another_seed_others(exa
         assert any(row.get("grad_norm") for row in rows_of(place / "metrics.jsonl")), "nothing was trained"
     assert digests["one"] == digests["again"] != digests["other"]
     assert held_out["one"] == held_out["again"]
+
+
+def test_run_is_sampled_again_to_the_same_bits(
+    example: Start, run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = example(*SYNCHRONOUS)
+    assert run.wait() == 0, run.text
+    assert main(["replay", str(run_dir), "--regenerate"]) == 0
+    assert capsys.readouterr().out.endswith(f"{STEPS} of {STEPS} steps bit-equal\n")
 
 
 @pytest.mark.parametrize("critic", [(), CRITIC], ids=["groups", "critic"])
