@@ -10,8 +10,9 @@ the agents append each episode they have sampled. At each kill it is noted which
 the store. An episode that is sampled a second time is in order only if its group was still running at a kill; tokens of
 any other are work thrown away. What of such a group had been sampled before the kill is counted too, without an aim.
 
-The cost of the store is measured on examples/agent_workflow: the processor time of the thread that writes it, and the
-time that steps wait for their commit, as a share of the steps' time.
+The cost of the store is measured on examples/agent_workflow: how much longer steps take than those of the same run with
+a store that keeps no episodes. Runs of both kinds take turns. What steps wait for their commit, and what the thread
+that writes computes, is told beside it.
 
 The seed decides who is killed and when; what that meets depends on the machine too. `--quick` is for tests.
 """
@@ -90,11 +91,13 @@ class Counts:
     """For the kills; then there are fewer."""
     steps: int = 16
     """Of each run whose processes are killed."""
-    cost_steps: int = 40
+    cost_steps: int = 60
     """Of the example."""
+    cost_pairs: int = 5
+    """Of its runs."""
 
 
-QUICK = Counts(kills=4, steps=4, cost_steps=3)
+QUICK = Counts(kills=4, steps=4, cost_steps=3, cost_pairs=1)
 
 
 @dataclass
@@ -420,16 +423,23 @@ def states_of(db: sqlite3.Connection) -> dict[int, str]:
 # ----------------------------------------------------------------------------------------------- the cost of a store
 
 
-def measure_store(steps: int, place: Path) -> dict[str, float]:
-    """What writing everything down costs the example.
+def measure_store(steps: int, pairs: int, place: Path) -> dict[str, float]:
+    """What writing everything down costs the example: the median over pairs of runs, one of them without episodes."""
+    ratios, stored = [], []
+    for number in range(pairs):
+        whole = run_example("areal.cli.main", steps, place / f"{number}-stored")
+        without = run_example("benchmarks.unstored", steps, place / f"{number}-unstored")
+        ratios.append(1 - without["seconds_per_step"] / whole["seconds_per_step"])
+        stored.append({**whole, "seconds_per_step_without": without["seconds_per_step"]})
+        progress(f"the example's steps take {ratios[-1]:+.1%} with its store")
+    medians = {name: statistics.median(run[name] for run in stored) for name in stored[0]}
+    return {"share_of_step_time": statistics.median(ratios), **medians}
 
-    A step waits for its commit only. The thread that writes computes beside the trainer, but where all cores are busy
-    what it takes is missing elsewhere, so all of it counts, and what it computes for a commit counts twice. Its share
-    of the processor time of all processes depends least on what else the machine does.
-    """
+
+def run_example(module: str, steps: int, place: Path) -> dict[str, float]:
     words = ["train", "--config", str(CONFIG), f"output_dir={place}", "trial_name=one", f"total_train_steps={steps}"]
     words += ["evaluator.freq_steps=null", "evaluator.greedy=false", "valid_dataset.size=16"]
-    argv = [sys.executable, "-m", "areal.cli.main", *words]
+    argv = [sys.executable, "-m", module, *words]
     ended = subprocess.run(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=COST_SECONDS)
     if ended.returncode != 0:
         raise RuntimeError(f"the example ended with code {ended.returncode}:\n{ended.stdout.decode()[-2000:]}")
@@ -437,17 +447,15 @@ def measure_store(steps: int, place: Path) -> dict[str, float]:
     lines = [row for row in read_lines(directory / "metrics.jsonl") if "reward" in row]
     summary = orjson.loads((directory / "summary.json").read_bytes())
     store = summary["store"]
-    steps_took, waited, tokens, episodes = (
+    took, waited, tokens, episodes = (
         sum(row[name] for row in lines) for name in ("step_seconds", "store_seconds", "tokens", "episodes")
     )
     return {
         "steps": len(lines),
-        "step_seconds": steps_took,
-        "commit_wait_seconds": waited,
-        "writer_cpu_seconds": store["cpu_seconds"],
-        "share_of_step_time": (waited + store["cpu_seconds"]) / steps_took,
+        "seconds_per_step": statistics.median(row["step_seconds"] for row in lines),
+        "waits_for_commits": waited / took,
         "share_of_processor_time": store["cpu_seconds"] / sum(summary["cpu_seconds"].values()),
-        "bytes": store["bytes"],
+        "writer_microseconds_per_episode": 1e6 * store["cpu_seconds"] / episodes,
         "bytes_per_token": store["bytes"] / tokens,
         "bytes_per_episode": store["bytes"] / episodes,
     }
@@ -486,7 +494,7 @@ def run(seed: int, counts: Counts, keep: Path | None = None) -> tuple[dict[str, 
     """`keep`: a directory in which runs that were harmed stay."""
     with tempfile.TemporaryDirectory(prefix="recovery-") as temporary:
         place = keep or Path(temporary)
-        cost = measure_store(counts.cost_steps, place / "example")
+        cost = measure_store(counts.cost_steps, counts.cost_pairs, place / "example")
         losses = kill_processes(counts, seed, place / "kills")
     resume, next_step = losses.seconds_to_resume, losses.seconds_to_next_step
     figures = {

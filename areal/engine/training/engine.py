@@ -28,6 +28,7 @@ from areal.engine.model.architecture import Architecture
 from areal.engine.model.decoder import Decoder
 from areal.engine.model.device import to_device, to_host
 from areal.engine.model.published import NamedTensors, WeightWriter, shared_memory
+from areal.engine.training.adamw import AdamW
 from areal.engine.training.figures import Figures
 from areal.engine.training.moments import KINDS, Moments, load_moments, save_moments
 from areal.engine.training.packing import PackedDecoder, Span
@@ -302,7 +303,7 @@ class TrainingEngine(ScoringEngine):
             leaf = self.flat[span].requires_grad_()
             leaf.grad = self.flat_grad[span]
             slices.append({"params": [leaf], "weight_decay": decay})
-        return torch.optim.AdamW(slices, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
+        return AdamW(slices, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
 
     def _step(self, rate: float, norm: float) -> None:
         limit = self._config.gradient_clipping
