@@ -38,8 +38,7 @@ from typing import Any
 
 import orjson
 
-from areal.store.schema import STORE_FILE, StoreError, open_for_reading
-from areal.store.writer import READY, REJECTED, TRAINED
+from areal.store.schema import READY, REJECTED, STORE_FILE, TRAINED, StoreError, open_for_reading
 from areal.trainer.checkpoint import DamagedCheckpoint, check_files, checkpoint_digest
 from benchmarks.attacked import MOMENTS
 from benchmarks.attacked_run import (

@@ -24,8 +24,7 @@ import numpy as np
 
 from areal.api.messages import Row
 from areal.store.blobs import columns_of, episodes_of, pack, unpack
-from areal.store.schema import STORE_FILE
-from areal.store.writer import TRAINED
+from areal.store.schema import STORE_FILE, TRAINED
 from areal.trainer.replay import Replay, ReplayOutcome
 from benchmarks.report import Aim, main
 

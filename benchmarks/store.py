@@ -27,8 +27,9 @@ import numpy as np
 from areal.api.errors import RejectReason
 from areal.api.messages import Episode, GroupResult, Rejection, Row, TrainedRow
 from areal.store.filters import parse_filter
+from areal.store.records import StepRecord
 from areal.store.search import StoreSearch
-from areal.store.writer import StepRecord, StoreWriter
+from areal.store.writer import StoreWriter
 from benchmarks.report import Aim, main
 
 EPISODES, RUN_EPISODES = 100_000, 10_000

@@ -9,7 +9,8 @@ from unittest.mock import patch
 
 from areal.api.messages import GroupResult, Rejection
 from areal.cli.main import main
-from areal.store.writer import StepRecord, StoreWriter
+from areal.store.records import StepRecord
+from areal.store.writer import StoreWriter
 
 
 class StepsOnly(StoreWriter):

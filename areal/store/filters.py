@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from areal.api.errors import RejectReason
-from areal.store.schema import StoreError
-from areal.store.writer import STATES
+from areal.store.schema import STATES, StoreError
 from areal.utils.shorten import shortened, shown
 
 Value = float | str

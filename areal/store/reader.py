@@ -15,8 +15,7 @@ from typing import Any
 from areal.api.messages import Episode, GroupResult, Node, Row, TrainedRow
 from areal.store.blobs import episodes_of, from_names, unpack
 from areal.store.checks import batch_digest, checks_of, differing_fields
-from areal.store.schema import STORE_FILE, open_for_reading
-from areal.store.writer import EVALUATION, PUBLISHED, READY, REJECTED, SETTLED, TRAINED
+from areal.store.schema import EVALUATION, PUBLISHED, READY, REJECTED, SETTLED, STORE_FILE, TRAINED, open_for_reading
 from areal.utils.closing import Closing
 
 GroupChecks = dict[int, bytes]
@@ -167,10 +166,6 @@ class StoreReader(Closing):
         return [
             task_id for (task_id,) in self._db.execute("SELECT task_id FROM groups WHERE state IN (?, ?, ?)", states)
         ]
-
-    def size_bytes(self) -> int:
-        """Of the file, with what is not copied into it yet."""
-        return sum(path.stat().st_size for path in self.path.parent.glob(f"{self.path.name}*"))
 
     def trained_tokens(self) -> int:
         """Sampled tokens that were trained."""

@@ -24,6 +24,15 @@ from pathlib import Path
 from areal.api.errors import ArealError
 
 STORE_FILE = "run.db"
+RUNNING, READY, TRAINED, REJECTED, RETRY = "running", "ready", "trained", "rejected", "retry"
+"""States of a group. To be tried again is one that ran when the driver ended, or whose step is taken back."""
+SETTLED = "settled"
+"""A checkpoint knows that it was trained or rejected; the store has lost which."""
+STATES = (RUNNING, READY, TRAINED, REJECTED, RETRY, SETTLED)
+EVALUATION = "evaluation"
+"""The kind of event that an evaluation is."""
+PUBLISHED = "published"
+"""The same of a version that the engines were given."""
 BUSY_SECONDS = 30.0
 """How long a statement waits for another process: only migrations hold the file longer than a moment."""
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from areal.api.messages import Episode, TrainedRow
 from areal.store.filters import Column, EpisodeFilter, FilterError, Value, find_column
 from areal.store.reader import StoreReader
-from areal.store.writer import TRAINED
+from areal.store.schema import TRAINED
 
 T = TypeVar("T")
 

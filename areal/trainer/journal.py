@@ -23,7 +23,8 @@ from areal.api.messages import GroupResult, TrainedRow
 from areal.config.loader import build
 from areal.rollout.pipeline import Tally
 from areal.store.reader import StoreReader
-from areal.store.writer import StepRecord, StoreWriter
+from areal.store.records import StepRecord
+from areal.store.writer import StoreWriter
 from areal.trainer.curve import draw_reward_curve
 from areal.trainer.display import Progress, render_episode
 from areal.trainer.evaluation import Difference, Evaluation, greedy_verdict, verdict

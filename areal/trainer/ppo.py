@@ -23,7 +23,7 @@ from areal.infra.scheduler import Ask
 from areal.rollout.admission import Admission
 from areal.rollout.loading import Workflow, WorkflowSpec, check
 from areal.store.reader import StoreReader
-from areal.store.writer import PUBLISHED
+from areal.store.schema import PUBLISHED
 from areal.trainer import display
 from areal.trainer.canary import Canaries
 from areal.trainer.engines import on_this_machine

@@ -19,7 +19,8 @@ from areal.config.loader import build
 from areal.config.training import MetricsConfig, SaverConfig, StoreConfig
 from areal.store.checks import differing_fields
 from areal.store.reader import GROUPS, Altered, GroupChecks, StoredStep, StoreReader
-from areal.store.writer import StepRecord, StoreWriter
+from areal.store.records import StepRecord
+from areal.store.writer import StoreWriter
 from areal.trainer.machine import differences, machine_facts
 from areal.trainer.ppo import PPOTrainer
 from areal.trainer.replay import (

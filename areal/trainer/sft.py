@@ -12,7 +12,7 @@ from areal.api.errors import DatasetError
 from areal.config.experiment import SFTConfig
 from areal.dataset import TaskSource, get_custom_dataset, read_tasks
 from areal.engine.training.supervised import mean_nll, supervised_batch
-from areal.store.writer import StepRecord
+from areal.store.records import StepRecord
 from areal.trainer import display
 from areal.trainer.display import Progress
 from areal.trainer.logs import MetricsLog, finite

@@ -14,8 +14,9 @@ import pytest
 
 from areal.api.errors import RejectReason
 from areal.api.messages import Episode, GroupResult, Rejection, Row
+from areal.store.records import StepRecord
 from areal.store.schema import STORE_FILE
-from areal.store.writer import StepRecord, StoreWriter
+from areal.store.writer import StoreWriter
 from areal.trainer.checkpoint import MANIFEST_FILE, checkpoint_digest
 from benchmarks.attacked_run import BATCH, SAMPLES
 from benchmarks.recovery import DRIVER, QUICK, Kill, KilledRun, Losses, examine, harm_of, run

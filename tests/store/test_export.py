@@ -13,8 +13,9 @@ import pytest
 from areal.api.errors import RejectReason
 from areal.api.messages import Episode, Node, Rejection, Row, TrainedRow
 from areal.cli import main as command
+from areal.store.records import StepRecord
 from areal.store.schema import STORE_FILE
-from areal.store.writer import StepRecord, StoreWriter
+from areal.store.writer import StoreWriter
 from areal.trainer.logs import RolloutLog
 from tests.store.test_store import episode, group, row, step_of
 

@@ -18,8 +18,9 @@ from areal.api.errors import RejectReason
 from areal.api.messages import Episode, GroupResult, Node, Rejection, Row, TrainedRow
 from areal.infra.status import of_wait
 from areal.store.reader import StoreReader
+from areal.store.records import StepRecord
 from areal.store.schema import MIGRATIONS, STORE_FILE, StoreError
-from areal.store.writer import StepRecord, StoreWriter
+from areal.store.writer import StoreWriter
 from areal.utils import waits
 from areal.utils.waits import Waits
 

@@ -9,7 +9,8 @@ import pytest
 from small_runs import make_conversation
 
 from areal.api.messages import GroupResult
-from areal.store.writer import StepRecord, StoreWriter
+from areal.store.records import StepRecord
+from areal.store.writer import StoreWriter
 from areal.trainer.logs import MetricsLog, RolloutLog, finite, read_metrics
 
 

@@ -22,7 +22,8 @@ from areal.engine.inference.remote import RemoteEngine
 from areal.infra.loop_thread import LoopThread
 from areal.infra.rpc.connect import connect, serve
 from areal.infra.rpc.wire import api_wire
-from areal.store.writer import StepRecord, StoreWriter
+from areal.store.records import StepRecord
+from areal.store.writer import StoreWriter
 from areal.trainer.run import TrainingRun
 from areal.trainer.run_directory import RunDirectory
 from areal.trainer.status import DRIVER_FILE, RunStatus, start_of
