@@ -2,8 +2,7 @@
 
 Each run has another seed and trains the built-in model for a few steps, engine and trainer side by side. `areal replay`
 trains again from its store: every step must lead to weights with the same digest. Then one value of one episode is
-changed in a copy of the store, by as little as its type allows; the replay must name the step, the task, the sample and
-the field.
+changed in a copy of the store, by as little as its type allows; the replay must name the step, the task and the field.
 """
 
 import argparse

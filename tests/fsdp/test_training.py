@@ -1,8 +1,10 @@
 """Whole runs on ranks: the example agent, and what happens to it when a rank dies."""
 
+import json
 import os
 import re
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,7 +38,9 @@ def start(runs: list[Run], cwd: Path, *settings: str) -> Run:
 
 
 @pytest.mark.parametrize("backend", ["fsdp:d2", "fsdp:d1t2"])
-def test_example_agent_trains_on_two_ranks(backend: str, runs: list[Run], tmp_path: Path, run_dir: Path) -> None:
+def test_example_agent_trains_on_two_ranks_and_replays_to_the_bit(
+    backend: str, runs: list[Run], tmp_path: Path, run_dir: Path
+) -> None:
     run = start(runs, tmp_path, "total_train_steps=6", f"actor.backend={backend}", *COMPARED)
     assert run.wait() == 0, run.text
     metrics = [row for row in rows_of(run_dir / "metrics.jsonl") if "reward" in row]
@@ -44,6 +48,10 @@ def test_example_agent_trains_on_two_ranks(backend: str, runs: list[Run], tmp_pa
     assert max(row["max_logprob_difference"] for row in metrics if "max_logprob_difference" in row) < 1e-4
     assert metrics[-1]["kl"] > 0
     assert {"rank 0", "rank 1"} < set(summary_of(run_dir)["cpu_seconds"])
+    words = [sys.executable, "-m", "areal.cli.main", "replay", str(run_dir), "--json"]
+    replayed = subprocess.run(words, capture_output=True, timeout=300)
+    assert replayed.returncode == 0, replayed.stderr.decode()
+    assert json.loads(replayed.stdout)["bit_equal"] == 6
 
 
 def test_critic_trains_on_the_ranks_of_its_actor_and_is_resumed(runs: list[Run], tmp_path: Path, run_dir: Path) -> None:
