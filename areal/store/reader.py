@@ -186,6 +186,10 @@ class StoreReader(Closing):
     def rejections(self) -> list[dict[str, Any]]:
         return [dict(row) for row in self._db.execute("SELECT * FROM rejections ORDER BY id")]
 
+    def rejected(self) -> dict[str, int]:
+        """How many episodes were rejected for each reason."""
+        return dict(self._db.execute("SELECT reason, count(*) FROM rejections GROUP BY reason").fetchall())
+
     def episodes(self, task_id: int) -> dict[int, Episode]:
         """Those of a group by their numbers, sample by sample, with their rows if these are kept."""
         found = self._blobs(task_id, "conversations", "rows")

@@ -70,8 +70,9 @@ class GroupEnded:
             _write_episodes(db, result.task_id, result.episodes, counts)
             for rejection in result.rejections:
                 self._reject(db, rejection)
-        if self.why is not None and result.episodes:
-            self._reject(db, self.why)
+        if self.why is not None:
+            for _ in result.episodes:  # that were not rejected by themselves
+                self._reject(db, self.why)
         reason, step = (None, None) if self.why is None else (str(self.why.reason), self.step)
         db.execute(
             "UPDATE groups SET state = ?, ended = ?, oldest_version = ?, reason = ?, episodes = ?, tokens = ?, "

@@ -5,6 +5,7 @@ place to begin reading.
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -164,6 +165,8 @@ class _PPORun(TrainingRun):
         self._training: list[tuple[float, float]] = []
         """When the trainer was computing, as (start, end)."""
         self._cpu_before: dict[str, float] = {}
+        self._rejected_before: Counter[str] = Counter()
+        """Episodes that earlier sessions of the run rejected, by reason."""
         self._account_then: dict[str, Any] | None = None
         """The totals as of `_step` while that is an earlier one than the journal's."""
 
@@ -232,6 +235,7 @@ class _PPORun(TrainingRun):
         self._rebuild()
         with StoreReader(self._directory.path) as reader:
             ready = reader.ready()
+            self._rejected_before.update(reader.rejected())
             for task_id in reader.settled():
                 self._settled.add(task_id)
         admission = Admission(
@@ -286,7 +290,7 @@ class _PPORun(TrainingRun):
 
     def _figures(self, began: float, taken: float, trained: float) -> dict[str, float]:
         """What is known of a step besides its batch and its update."""
-        counts = self._fleet.rejections.counts
+        counts = self._rejected()
         rejected = {f"rejected/{reason}": float(count) for reason, count in counts.items()}
         now = time.monotonic()
         return {
@@ -298,6 +302,10 @@ class _PPORun(TrainingRun):
             "rejected": float(counts.total()),
             **rejected,
         }
+
+    def _rejected(self) -> Counter[str]:
+        """Episodes of the whole run by reason."""
+        return self._rejected_before + Counter[str](self._fleet.rejections.counts)
 
     def _evaluate_both(self, when: str) -> None:
         """Sampled, and greedily if the config asks for it; not again if a resumed run has done so already."""
@@ -331,7 +339,7 @@ class _PPORun(TrainingRun):
             "training_seconds": sum(end - start for start, end in self._training),
             "weight_pause_seconds": pause_figures(self._fleet.engine_pauses()),
             "cpu_seconds": {name: used - self._cpu_before[name] for name, used in self._fleet.cpu_seconds().items()},
-            "rejections": dict(self._fleet.rejections.counts),
+            "rejections": dict(self._rejected()),
             "stalls": self._fleet.stalls,
         }
 

@@ -267,7 +267,7 @@ def test_groups_of_a_step_are_its_batch_and_what_was_rejected_in_it(store: Store
 
 def test_rejections_have_their_course_and_one_traceback(store: StoreSearch) -> None:
     stale, failed = store.rejection_kinds()
-    assert (stale.reason, stale.count, stale.by_step) == ("stale", STEPS, [(step, 1) for step in range(STEPS)])
+    assert (stale.reason, stale.count, stale.by_step) == ("stale", 4 * STEPS, [(step, 4) for step in range(STEPS)])
     assert stale.trace == f"Traceback {STEPS}"
     assert (failed.reason, failed.count, failed.trace, failed.detail) == (
         "agent_error",

@@ -130,7 +130,7 @@ def test_a_step_that_trains_a_group_twice_is_refused_and_leaves_nothing(tmp_path
         assert [each.step for each in reader.steps()] == [1]
 
 
-def test_rejections_keep_their_reason_and_traceback(tmp_path: Path) -> None:
+def test_each_episode_that_is_rejected_keeps_its_reason_and_traceback(tmp_path: Path) -> None:
     failed = Rejection(RejectReason.AGENT_ERROR, "it raised", "Traceback: here")
     with StoreWriter(tmp_path) as store:
         store.rejected(GroupResult(1, [], [failed], {}), failed)
@@ -140,7 +140,9 @@ def test_rejections_keep_their_reason_and_traceback(tmp_path: Path) -> None:
         assert [(each["task_id"], each["reason"], each["trace"]) for each in reader.rejections()] == [
             (1, "agent_error", "Traceback: here"),
             (2, "stale", ""),
+            (2, "stale", ""),
         ]
+        assert reader.rejected() == {"agent_error": 1, "stale": 2}
         assert reader.states() == {"rejected": 2}
 
 

@@ -2,7 +2,7 @@
 
 import shutil
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,8 @@ import torch
 from fleet_of_groups import TASKS, FleetOfGroups, ppo_config, run, save_model
 from small_runs import make_engine, make_group
 
-from areal.api.errors import ArealError, EngineError, RunExists
-from areal.api.messages import GroupResult
+from areal.api.errors import ArealError, EngineError, RejectReason, RunExists
+from areal.api.messages import GroupResult, Rejection
 from areal.config.experiment import DatasetConfig, PPOConfig
 from areal.config.rollout import GenerationHyperparameters, RolloutConfig
 from areal.config.training import (
@@ -29,6 +29,8 @@ from areal.engine.models import open_trainable
 from areal.engine.training.engine import ScoringEngine, TokenBatch
 from areal.engine.training.learner import Learner, LogProbs
 from areal.engine.training.packing import Span
+from areal.rollout.admission import Admission
+from areal.rollout.pipeline import GroupRecord
 from areal.store.reader import StoreReader
 from areal.trainer import learners
 from areal.trainer import run as trainer_run
@@ -64,6 +66,35 @@ def test_a_step_whose_weights_could_not_be_published_is_written_down_once(
     tasks = [row["task_id"] for row in read_lines(run_dir / "rollouts.jsonl")]
     assert tasks == [task for task in range(8) for _ in range(4)]
     assert all("step_seconds" in row for row in read_metrics(run_dir))
+
+
+class RejectingFleet(FleetOfGroups):
+    """Rejects two episodes before its first step."""
+
+    def begin(
+        self,
+        tasks: Iterator[tuple[int, dict[str, Any]]],
+        admission: Admission,
+        keep: object,
+        record: GroupRecord,
+        ready: Sequence[GroupResult],
+    ) -> None:
+        super().begin(tasks, admission, keep, record, ready)
+        record.rejected(make_group(next(tasks)[0], [0, 1]), Rejection(RejectReason.FILTERED, "not this one"))
+        self.rejections.counts[RejectReason.FILTERED] += 2
+
+
+def test_rejections_are_those_of_the_whole_run_however_often_it_was_resumed(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = ppo_config(tmp_path, model)
+    with pytest.raises(EngineError):
+        run(config, monkeypatch, RejectingFleet(fails_at=2))
+    result = run(config, monkeypatch, RejectingFleet())
+    assert result.summary["rejections"] == {"filtered": 4}
+    assert [row["rejected/filtered"] for row in read_metrics(result.run_dir)] == [2, 2, 4, 4]
+    with StoreReader(result.run_dir) as reader:
+        assert reader.rejected() == {"filtered": 4}
 
 
 def test_tokens_that_no_checkpoint_needs_are_forgotten_where_none_are_to_be_kept(
