@@ -1,13 +1,11 @@
 """`areal export RUN --format jsonl`: the episodes and metrics of a run, from its store to files for other programs."""
 
 import argparse
-import sqlite3
-import zlib
 from pathlib import Path
 
 from areal.store.export import EVERY_STEP, export
 from areal.store.filters import FilterError, parse_filter, parse_range
-from areal.store.schema import StoreError
+from areal.store.schema import DAMAGE, StoreError
 from areal.store.search import StoreSearch
 
 
@@ -24,7 +22,7 @@ def run(args: argparse.Namespace) -> int:
         out = directory / "export" if args.out is None else Path(args.out)
         try:
             exported = export(store, out, args.format, chosen=chosen, steps=steps, force=args.force)
-        except (sqlite3.DatabaseError, zlib.error) as error:
+        except DAMAGE as error:
             raise StoreError(f"{store.path} is damaged: {error}; put a copy back, or leave out its steps") from error
     for written in exported:
         print(f"{written.rows:>9}  {written.path}")

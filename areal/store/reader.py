@@ -15,7 +15,18 @@ from typing import Any
 from areal.api.messages import Episode, GroupResult, Node, Row, TrainedRow
 from areal.store.blobs import episodes_of, from_names, unpack
 from areal.store.checks import batch_digest, checks_of, differing_fields
-from areal.store.schema import EVALUATION, PUBLISHED, READY, REJECTED, SETTLED, STORE_FILE, TRAINED, open_for_reading
+from areal.store.schema import (
+    DAMAGE,
+    EVALUATION,
+    PUBLISHED,
+    READY,
+    REJECTED,
+    SETTLED,
+    STORE_FILE,
+    TRAINED,
+    open_for_reading,
+    unreadable,
+)
 from areal.utils.closing import Closing
 
 GroupChecks = dict[int, bytes]
@@ -53,12 +64,20 @@ class StoreReader(Closing):
         """Raises StoreError if the run in that directory has no store.
 
         `at_rest`: no run will be started there meanwhile. Then nothing is left beside a store whose run has ended.
+
+        Used in a `with` block, it raises StoreError for what turns out to be damaged there.
         """
         self.path = directory / STORE_FILE
         self._db = open_for_reading(self.path, at_rest=at_rest)
 
     def close(self) -> None:
         self._db.close()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+        error = exc_info[1]
+        if isinstance(error, DAMAGE):
+            raise unreadable(self.path, error) from error
 
     def bytes(self) -> int:
         """What the store takes on the disk, once SQLite has moved all that is committed into the one file."""

@@ -18,10 +18,13 @@
 Times are seconds since 1970. A file is as new as its `user_version`; `MIGRATIONS[n]` leads from version n to n + 1.
 """
 
+import os
 import sqlite3
+import zlib
 from pathlib import Path
 
 from areal.api.errors import ArealError
+from areal.utils.shorten import first_line
 
 STORE_FILE = "run.db"
 RUNNING, READY, TRAINED, REJECTED, RETRY = "running", "ready", "trained", "rejected", "retry"
@@ -146,6 +149,10 @@ CREATE INDEX events_by_kind ON events (kind, step);
 MIGRATIONS = (_TABLES,)
 
 
+DAMAGE = (sqlite3.DatabaseError, zlib.error)
+"""What reading raises if the bytes of a file are not what was written."""
+
+
 class StoreError(ArealError):
     """A run store cannot be read or written."""
 
@@ -169,7 +176,7 @@ def open_for_writing(path: Path) -> sqlite3.Connection:
         _migrate(connection, path)
     except sqlite3.DatabaseError as error:
         connection.close()
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
     except BaseException:
         connection.close()
         raise
@@ -180,17 +187,19 @@ def open_for_reading(path: Path, *, at_rest: bool = False) -> sqlite3.Connection
     """Raises StoreError if there is no store, or one of another version.
 
     SQLite makes two files beside one that may be written to meanwhile, and a reader leaves them there. With `at_rest`
-    there is nobody to share them with, unless a log of changes says that a run goes on, or was killed.
+    there is nobody to share them with, unless a log of changes says that a run goes on, or was killed. Where nothing
+    may be written, they cannot be made.
     """
     if not path.is_file():
         raise StoreError(f"there is no run store at {path}; name the directory of a run, which has a {STORE_FILE}")
+    at_rest = at_rest or not os.access(path.parent, os.W_OK)
     changing = not at_rest or path.with_name(f"{path.name}-wal").exists()
     connection = _connect(f"{path.resolve().as_uri()}?mode=ro{'' if changing else '&immutable=1'}", path)
     try:
         found = _version(connection)
     except sqlite3.DatabaseError as error:
         connection.close()
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
     if found != len(MIGRATIONS):
         connection.close()
         raise StoreError(_wrong_version(path, found))
@@ -201,7 +210,7 @@ def _connect(uri: str, path: Path) -> sqlite3.Connection:
     try:
         connection = sqlite3.connect(uri, uri=True, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
     except sqlite3.Error as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
     connection.row_factory = sqlite3.Row
     return connection
 
@@ -223,5 +232,7 @@ def _wrong_version(path: Path, found: int) -> str:
     return f"the run store {path} has version {found}, this areal knows {len(MIGRATIONS)}; {remedy}"
 
 
-def _unreadable(path: Path, error: Exception) -> StoreError:
-    return StoreError(f"the run store {path} cannot be read: {error}; put a copy back, or choose another trial_name")
+def unreadable(path: Path, error: Exception) -> StoreError:
+    return StoreError(
+        f"the run store {path} cannot be read: {first_line(error)}; put a copy back, or choose another trial_name"
+    )

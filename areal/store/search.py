@@ -244,11 +244,15 @@ class StoreSearch(StoreReader):
     def _lines(self, found: Sequence[Any]) -> list[EpisodeLine]:
         tasks = list({row["task_id"] for row in found})
         chosen = f"SELECT task_id, previews FROM conversations WHERE task_id IN ({', '.join('?' * len(tasks))})"
-        previews = {task_id: json.loads(texts) for task_id, texts in self._db.execute(chosen, tasks)}
+        previews = {
+            (task_id, sample): text
+            for task_id, texts in self._db.execute(chosen, tasks)
+            for sample, text in enumerate(json.loads(texts))
+        }
         return [
             EpisodeLine(
                 **{**dict(row), "truncated": bool(row["truncated"])},  # type: ignore[arg-type]
-                preview=previews[row["task_id"]][row["sample"]],
+                preview=previews.get((row["task_id"], row["sample"]), ""),  # its group may be tried again meanwhile
             )
             for row in found
         ]

@@ -24,6 +24,7 @@ from typing import Any
 from areal.api.messages import GroupResult, Rejection
 from areal.store.records import GroupEnded, StepRecord, forget, task_text, to_json, write_metrics, write_step
 from areal.store.schema import (
+    DAMAGE,
     EVALUATION,
     READY,
     REJECTED,
@@ -34,6 +35,7 @@ from areal.store.schema import (
     TRAINED,
     StoreError,
     open_for_writing,
+    unreadable,
 )
 from areal.utils import waits
 from areal.utils.closing import Closing
@@ -90,7 +92,7 @@ class StoreWriter(Closing):
         self._failure: StoreError | None = None
         self.cpu_seconds = 0.0
         """What writing has computed for."""
-        self._step = int(self._connection.execute("SELECT coalesce(max(step), 0) FROM steps").fetchone()[0])
+        self._step = self._last_step()
         self._thread = threading.Thread(target=self._run, name="run store", daemon=True)
         self._thread.start()
 
@@ -98,6 +100,13 @@ class StoreWriter(Closing):
     def waiting(self) -> int:
         """Changes that were handed over and are not being written yet."""
         return len(self._changes)
+
+    def _last_step(self) -> int:
+        try:
+            return int(self._connection.execute("SELECT coalesce(max(step), 0) FROM steps").fetchone()[0])
+        except DAMAGE as error:
+            self._connection.close()
+            raise unreadable(self.path, error) from error
 
     def session(self, first_step: int, machine: Mapping[str, Any]) -> None:
         """The run begins, or goes on. Groups that ran when it ended are to be tried again."""

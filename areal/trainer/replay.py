@@ -177,6 +177,9 @@ class Replay(Closing):
     def close(self) -> None:
         self._stack.close()
 
+    def __exit__(self, *exc_info: Any) -> None:
+        self._stack.__exit__(*exc_info)  # the store explains what is damaged
+
     def steps(self) -> Iterator[Taken]:
         """Take one after the other. Raises ArealError if the weights to begin from are not those of the run."""
         self._check_start()
@@ -194,7 +197,11 @@ class Replay(Closing):
         if any(each.field in (ROWS, GROUPS) for each in altered):
             return replace(taken, failure="its batch is not the one that was trained")
         groups = self._store.batch(stored.step)
-        assert groups is not None, "the span has only steps whose batches are kept"
+        if groups is None:
+            raise ArealError(
+                f"the tokens of step {stored.step} were removed since the replay began (store.keep_tokens): the run "
+                "goes on; replay it when it has ended"
+            )
         try:
             found = self._update.step(groups)
         except NonFiniteUpdate as error:

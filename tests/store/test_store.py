@@ -294,3 +294,33 @@ def test_a_damaged_store_is_refused_with_a_remedy(tmp_path: Path) -> None:
     os.unlink(tmp_path / STORE_FILE)
     with pytest.raises(StoreError, match="no run store"):
         StoreReader(tmp_path)
+
+
+def test_damage_that_is_found_while_reading_is_explained_too(tmp_path: Path) -> None:
+    with StoreWriter(tmp_path) as store:
+        for step in (1, 2, 3):
+            store.ready(group(step))
+            store.step(step_of(step, step))
+    with sqlite3.connect(tmp_path / STORE_FILE) as db:
+        db.execute("UPDATE rows SET data = x'00' WHERE task_id = 2")
+    with pytest.raises(StoreError, match="put a copy back"), StoreReader(tmp_path) as reader:
+        reader.batch(2)
+    db.close()
+    with open(tmp_path / STORE_FILE, "r+b") as file:
+        file.seek(4096)  # after the names of the tables
+        file.write(b"damaged " * (os.path.getsize(file.name) // 8 - 512))
+    with pytest.raises(StoreError, match="put a copy back"), StoreReader(tmp_path) as reader:
+        reader.steps()
+    with pytest.raises(StoreError, match="put a copy back"):
+        StoreWriter(tmp_path)
+
+
+def test_a_store_in_a_directory_that_cannot_be_written_to_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with StoreWriter(tmp_path) as store:
+        store.ready(group(1))
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
+    with StoreReader(tmp_path) as reader:
+        assert reader.states() == {"ready": 1}
+    assert [path.name for path in tmp_path.iterdir()] == [STORE_FILE]

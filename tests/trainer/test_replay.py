@@ -4,6 +4,7 @@ import json
 import shutil
 import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -252,6 +253,19 @@ def test_steps_whose_tokens_are_not_kept_are_left_out_with_a_note(train: Train) 
     shutil.rmtree(run_dir / "checkpoints")
     with pytest.raises(ArealError, match=r"steps up to 2 are not kept .* no checkpoint from there to step 3 is kept"):
         take(run_dir)
+
+
+def test_tokens_that_a_run_removes_while_it_is_replayed_are_missed_in_one_line(train: Train) -> None:
+    run_dir = train()
+    with closing(sqlite3.connect(run_dir / STORE_FILE, isolation_level=None)) as db:
+        # It goes on, as its log of changes says.
+        db.execute("INSERT INTO events (at, step, kind, detail) VALUES (0, 4, 'the run', '{}')")
+        with Replay(run_dir) as replay:
+            steps = replay.steps()
+            assert [next(steps).step, next(steps).step] == [1, 2]
+            db.execute("DELETE FROM rows WHERE task_id IN (SELECT task_id FROM groups WHERE step = 3)")
+            with pytest.raises(ArealError, match="the tokens of step 3 were removed since the replay began"):
+                next(steps)
 
 
 def test_steps_with_other_settings_than_the_last_are_left_out_with_a_note(train: Train) -> None:
