@@ -430,7 +430,7 @@ def measure_store(steps: int, pairs: int, place: Path) -> dict[str, float]:
         without = run_example("benchmarks.unstored", steps, place / f"{number}-unstored")
         ratios.append(1 - without["seconds_per_step"] / whole["seconds_per_step"])
         stored.append({**whole, "seconds_per_step_without": without["seconds_per_step"]})
-        progress(f"the example's steps take {ratios[-1]:+.1%} with its store")
+        progress(f"the store takes {ratios[-1]:+.1%} of the example's steps")
     medians = {name: statistics.median(run[name] for run in stored) for name in stored[0]}
     return {"share_of_step_time": statistics.median(ratios), **medians}
 
@@ -493,8 +493,8 @@ def run(seed: int, counts: Counts, keep: Path | None = None) -> tuple[dict[str, 
     """`keep`: a directory in which runs that were harmed stay."""
     with tempfile.TemporaryDirectory(prefix="recovery-") as temporary:
         place = keep or Path(temporary)
-        cost = measure_store(counts.cost_steps, counts.cost_pairs, place / "example")
         losses = kill_processes(counts, seed, place / "kills")
+        cost = measure_store(counts.cost_steps, counts.cost_pairs, place / "example")
     resume, next_step = losses.seconds_to_resume, losses.seconds_to_next_step
     figures = {
         "seed": seed,
