@@ -184,13 +184,14 @@ def _with_answer(doing: Doing, answers: dict[str, list[Doing] | None]) -> Doing:
 def start_of(pid: int) -> int:
     """When a process of this machine was started, in ticks, which tells it from an earlier one of that number.
 
-    0 = there is none, or this system does not tell.
+    0 = there is none, or this system does not tell. One that has ended, and was not waited for by its parent, is none.
     """
     try:
         with open(f"/proc/{pid}/stat") as file:
-            return int(file.read().rpartition(")")[2].split()[19])
+            state, *others = file.read().rpartition(")")[2].split()
     except OSError:
         return 0
+    return 0 if state in "ZX" else int(others[18])
 
 
 def lines_of(report: Report, width: int | None = None) -> list[str]:

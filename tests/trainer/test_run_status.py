@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -257,6 +258,16 @@ def test_run_whose_driver_was_killed_says_so(directory: RunDirectory, capsys: py
     killed, remedy = capsys.readouterr().out.splitlines()
     assert f"{directory.path}: its driver was killed before its first step" in killed
     assert remedy == "to go on, give the same command with trial_name=one"
+
+
+@pytest.mark.slow
+def test_driver_that_was_killed_is_gone_before_its_parent_has_waited_for_it() -> None:
+    child = subprocess.Popen(["sleep", str(DEADLINE_SECONDS)])
+    assert start_of(child.pid) > 0
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert start_of(child.pid) == 0
+    child.wait(DEADLINE_SECONDS)
 
 
 @pytest.mark.parametrize("damaged", ["", "{", "[]", '{"pid": 1}'])
