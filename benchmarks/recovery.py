@@ -10,9 +10,9 @@ the agents append each episode they have sampled. At each kill it is noted which
 the store. An episode that is sampled a second time is in order only if its group was still running at a kill; tokens of
 any other are work thrown away. What of such a group had been sampled before the kill is counted too, without an aim.
 
-The cost of the store is measured on examples/agent_workflow: how much longer steps take than those of the same run with
-a store that keeps no episodes. Runs of both kinds take turns. What steps wait for their commit, and what the thread
-that writes computes, is told beside it.
+The cost of the store is measured on examples/agent_workflow: the share of a step's time for which it waits until it is
+committed. What the thread that writes computes meanwhile, beside the trainer, is told as a share of the processor time
+of all processes.
 
 The seed decides who is killed and when; what that meets depends on the machine too. `--quick` is for tests.
 """
@@ -91,12 +91,11 @@ class Counts:
     steps: int = 16
     """Of each run whose processes are killed."""
     cost_steps: int = 60
-    """Of the example."""
-    cost_pairs: int = 5
-    """Of its runs."""
+    """Of each run of the example."""
+    cost_runs: int = 3
 
 
-QUICK = Counts(kills=4, steps=4, cost_steps=3, cost_pairs=1)
+QUICK = Counts(kills=4, steps=4, cost_steps=3, cost_runs=1)
 
 
 @dataclass
@@ -422,23 +421,16 @@ def states_of(db: sqlite3.Connection) -> dict[int, str]:
 # ----------------------------------------------------------------------------------------------- the cost of a store
 
 
-def measure_store(steps: int, pairs: int, place: Path) -> dict[str, float]:
-    """What writing everything down costs the example: the median over pairs of runs, one of them without episodes."""
-    ratios, stored = [], []
-    for number in range(pairs):
-        whole = run_example("areal.cli.main", steps, place / f"{number}-stored")
-        without = run_example("benchmarks.unstored", steps, place / f"{number}-unstored")
-        ratios.append(1 - without["seconds_per_step"] / whole["seconds_per_step"])
-        stored.append({**whole, "seconds_per_step_without": without["seconds_per_step"]})
-        progress(f"the store takes {ratios[-1]:+.1%} of the example's steps")
-    medians = {name: statistics.median(run[name] for run in stored) for name in stored[0]}
-    return {"share_of_step_time": statistics.median(ratios), **medians}
+def measure_store(steps: int, runs: int, place: Path) -> dict[str, float]:
+    """What writing everything down costs the example: medians over some runs of it."""
+    found = [_measured_run(steps, place / str(number)) for number in range(runs)]
+    return {name: statistics.median(each[name] for each in found) for name in found[0]}
 
 
-def run_example(module: str, steps: int, place: Path) -> dict[str, float]:
+def _measured_run(steps: int, place: Path) -> dict[str, float]:
     words = ["train", "--config", str(CONFIG), f"output_dir={place}", "trial_name=one", f"total_train_steps={steps}"]
     words += ["evaluator.freq_steps=null", "evaluator.greedy=false", "valid_dataset.size=16"]
-    argv = [sys.executable, "-m", module, *words]
+    argv = [sys.executable, "-m", "areal.cli.main", *words]
     ended = subprocess.run(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=COST_SECONDS)
     if ended.returncode != 0:
         raise RuntimeError(f"the example ended with code {ended.returncode}:\n{ended.stdout.decode()[-2000:]}")
@@ -452,7 +444,7 @@ def run_example(module: str, steps: int, place: Path) -> dict[str, float]:
     return {
         "steps": len(lines),
         "seconds_per_step": statistics.median(row["step_seconds"] for row in lines),
-        "waits_for_commits": waited / took,
+        "share_of_step_time": waited / took,
         "share_of_processor_time": store["cpu_seconds"] / sum(summary["cpu_seconds"].values()),
         "writer_microseconds_per_episode": 1e6 * store["cpu_seconds"] / episodes,
         "bytes_per_token": store["bytes"] / tokens,
@@ -494,7 +486,7 @@ def run(seed: int, counts: Counts, keep: Path | None = None) -> tuple[dict[str, 
     with tempfile.TemporaryDirectory(prefix="recovery-") as temporary:
         place = keep or Path(temporary)
         losses = kill_processes(counts, seed, place / "kills")
-        cost = measure_store(counts.cost_steps, counts.cost_pairs, place / "example")
+        cost = measure_store(counts.cost_steps, counts.cost_runs, place / "example")
     resume, next_step = losses.seconds_to_resume, losses.seconds_to_next_step
     figures = {
         "seed": seed,
@@ -504,7 +496,7 @@ def run(seed: int, counts: Counts, keep: Path | None = None) -> tuple[dict[str, 
     return figures, [
         Aim.at_least("kills", losses.attacks.total(), counts.kills),
         *(Aim.at_most(HARM[name], value, 0) for name, value in harm_of(losses).items()),
-        Aim.at_most("share of step time that the store takes", cost["share_of_step_time"], MOST_STORE_SHARE),
+        Aim.at_most("share of step time that waits for the store", cost["share_of_step_time"], MOST_STORE_SHARE),
     ]
 
 

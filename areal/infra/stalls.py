@@ -212,9 +212,9 @@ class Callback:
 
     @property
     def context(self) -> Context:
-        """The variables it runs under, an episode's among them."""
-        context: Context = self.frame.f_locals["self"]._context
-        return context
+        """The variables it runs under, an episode's among them; none if it has just ended."""
+        handle = self.frame.f_locals.get("self")  # asyncio clears it in the end
+        return Context() if handle is None else handle._context
 
     def blame(self, entries: Collection[CodeType]) -> "Place | None":
         """The innermost line of user code; None if there is none. `entries` as in `StallWatch`."""

@@ -188,9 +188,13 @@ def write_step(db: sqlite3.Connection, record: StepRecord, at: float) -> None:
             "UPDATE episodes SET state = ?, step = ?, staleness = ? - oldest_version WHERE task_id = ?",
             (TRAINED, record.step, record.version - 1, task_id),
         )
+    write_metrics(db, record.step, record.figures)
+
+
+def write_trained(db: sqlite3.Connection, record: StepRecord) -> None:
+    """What the trainer computed in a step that is written."""
     trained = [(task_id, pack(columns_of(rows))) for task_id, rows in record.trained.items()]
     db.executemany("INSERT OR REPLACE INTO trained VALUES (?, ?)", trained)
-    write_metrics(db, record.step, record.figures)
 
 
 def _stored_checks(db: sqlite3.Connection, task_id: int) -> bytes:

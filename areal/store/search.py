@@ -5,10 +5,11 @@ the store has, also while the run goes on: a scan of 100,000 episodes takes a fe
 (`python -m benchmarks.store`), so nothing is aggregated beforehand.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
+
+import orjson
 
 from areal.api.messages import Episode, TrainedRow
 from areal.store.filters import Column, EpisodeFilter, FilterError, Value, find_column
@@ -247,7 +248,7 @@ class StoreSearch(StoreReader):
         previews = {
             (task_id, sample): text
             for task_id, texts in self._db.execute(chosen, tasks)
-            for sample, text in enumerate(json.loads(texts))
+            for sample, text in enumerate(orjson.loads(texts))
         }
         return [
             EpisodeLine(

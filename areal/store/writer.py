@@ -22,7 +22,16 @@ from pathlib import Path
 from typing import Any
 
 from areal.api.messages import GroupResult, Rejection
-from areal.store.records import GroupEnded, StepRecord, forget, task_text, to_json, write_metrics, write_step
+from areal.store.records import (
+    GroupEnded,
+    StepRecord,
+    forget,
+    task_text,
+    to_json,
+    write_metrics,
+    write_step,
+    write_trained,
+)
 from areal.store.schema import (
     DAMAGE,
     EVALUATION,
@@ -149,9 +158,13 @@ class StoreWriter(Closing):
         self._put(GroupEnded(result, REJECTED, why, time.time(), self._step))
 
     def step(self, record: StepRecord) -> None:
-        """Returns when the step is committed; raises StoreError if it cannot be."""
+        """Returns when the step is committed; raises StoreError if it cannot be.
+
+        What the trainer computed for its tokens follows, and nobody waits for it: nothing but a reader needs it.
+        """
         self._step = record.step
         self._put_and_wait(lambda db: write_step(db, record, time.time()))
+        self._put(lambda db: write_trained(db, record))
 
     def complete(self, step: int, figures: Mapping[str, float | None]) -> None:
         """The line of metrics of a step, with what is known only after its weights were published."""

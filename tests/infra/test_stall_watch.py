@@ -19,7 +19,16 @@ import pytest
 from areal.api.messages import Stall
 from areal.infra import workflow_context
 from areal.infra.blocking_calls import remedy_for
-from areal.infra.stalls import LoopBlocked, StallLog, StallWatch, describe_ended, describe_ongoing, starvation_clock
+from areal.infra.stalls import (
+    Callback,
+    LoopBlocked,
+    StallLog,
+    StallWatch,
+    describe_ended,
+    describe_ongoing,
+    running_callback,
+    starvation_clock,
+)
 from areal.infra.workflow_context import WorkflowContext
 
 SECONDS = 0.05
@@ -229,3 +238,14 @@ async def test_callback_that_waits_for_its_own_loop_is_interrupted_where_it_is()
         await other
     assert going_on.is_set()
     assert reported.ended[0].source == "threading.Event().wait()"
+
+
+async def test_a_callback_that_ends_while_it_is_looked_at_belongs_to_no_episode() -> None:
+    """The thread that looks must not end for it: nothing would be noticed from then on."""
+    found: list[Callback | None] = []
+    with workflow_context.enter(WorkflowContext(task_id=3)):
+        asyncio.get_running_loop().call_soon(lambda: found.append(running_callback(threading.get_ident())))
+    await asyncio.sleep(0)
+    (callback,) = found
+    assert callback is not None
+    assert workflow_context.of(callback.context) == WorkflowContext()
