@@ -264,24 +264,31 @@ def test_endless_frame_is_a_crash(pool: ProcessPool) -> None:
         result_of(pool, announce)
 
 
-def test_frame_left_over_after_the_answer_costs_its_process_and_no_call(pool: ProcessPool) -> None:
-    def write_late() -> int:
+def test_frame_left_over_after_the_answer_costs_its_process_and_no_call(pool: ProcessPool, tmp_path: Path) -> None:
+    """It is there before the next call begins; a call that has begun would be lost with the process."""
+    wrote = tmp_path / "wrote"
+    os.mkfifo(wrote)
+    reader = os.open(wrote, os.O_RDONLY | os.O_NONBLOCK)
+
+    def write_late() -> None:
         import threading
 
-        at_end = threading.Event()
+        writer, at_end = os.open(wrote, os.O_WRONLY), threading.Event()
 
         def scribble() -> None:
             at_end.wait()
             while True:
                 write_to_every_socket(frame(PoolFrame.STARTED, bytes(TOKEN_BYTES)))
+                os.write(writer, b".")
 
         threading.Thread(target=scribble, daemon=True).start()
         at_end.set()
-        return os.getpid()
 
     packed = PackedFunction.of(write_late)
     first = pool.submit(packed, timeout_seconds=LONG_SECONDS)
     assert isinstance(first.exception(LONG_SECONDS), CallCrashed | None)
+    assert select.select([reader], [], [], LONG_SECONDS)[0], "it neither wrote nor was killed"
+    os.close(reader)
     assert result_of(pool, math.sqrt, 4.0) == 2.0
 
 
