@@ -7,12 +7,13 @@ directories, property tests, and tests that ask for a model by a fixture are mar
 
 import sys
 from collections.abc import Generator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-if "hypothesis" in sys.modules:  # its plugin; not every environment has it
+with suppress(ImportError):  # not every environment has it
     from hypothesis import HealthCheck, settings
 
     # Machines are noisy: no test depends on how long it takes, or its inputs.
