@@ -250,12 +250,9 @@ class StoreSearch(StoreReader):
             for task_id, texts in self._db.execute(chosen, tasks)
             for sample, text in enumerate(orjson.loads(texts))
         }
+        # A row has the columns in the order of the fields; its group may be tried again meanwhile.
         return [
-            EpisodeLine(
-                **{**dict(row), "truncated": bool(row["truncated"])},  # type: ignore[arg-type]
-                preview=previews.get((row["task_id"], row["sample"]), ""),  # its group may be tried again meanwhile
-            )
-            for row in found
+            EpisodeLine(*(*row[:-1], bool(row[-1]), previews.get((row["task_id"], row["sample"]), ""))) for row in found
         ]
 
     def _rejection_kind(self, reason: str, by_step: list[tuple[int, int]]) -> RejectionKind:
