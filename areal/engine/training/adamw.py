@@ -1,6 +1,6 @@
 """torch's AdamW without torch's compiler, which it loads at its first use and never needs here.
 
-That takes longer than to load all the rest of torch, in every process that trains.
+That takes as long as to load all the rest of torch, in every process that trains.
 """
 
 from inspect import unwrap
