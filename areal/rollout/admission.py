@@ -12,7 +12,8 @@ batch_size, and leave no more than allowed of the others once they have ended.
 
 - For k = η the bound on all groups in flight says it, whatever the batch. For a smaller k, `awaited` does.
 - Groups that start later are of version V or newer: they count for k = η only. Those that run again after they were
-  lost are as new. A rejected or filtered group counts no more, and the one that replaces it is new.
+  lost are as new, and so is a group that has not asked the model for anything yet: its tokens will be of version V or
+  newer, however long it has run. A rejected or filtered group counts no more, and the one that replaces it is new.
 - Oldest first is the best choice for all k at once, so if even that leaves too many, some of them are still running,
   and to wait for these helps. Groups that run always end; then nothing is left to wait for.
 - The last batch takes all that there is, because no more groups are started than the run consumes.
@@ -43,8 +44,8 @@ class Admission:
     consumed: int = 0
     when_stale: WhenStale = "wait"
     running: int = 0
-    _sampling: Counter[int] = field(default_factory=Counter)
-    """Those of them that are with a worker, by the version at which they came to it; no token of theirs is older."""
+    _sampling: dict[int, int] = field(default_factory=dict)
+    """Those of them that are with a worker, by task: the version than which none of their tokens is older."""
     _ready: Counter[int] = field(default_factory=Counter)
     """Ready groups by their oldest version."""
     _admitting: int = field(init=False)
@@ -74,14 +75,24 @@ class Admission:
         self.running += 1
 
     @contextmanager
-    def sampling(self) -> Iterator[None]:
+    def sampling(self, task_id: int) -> Iterator[None]:
         """A running group is with a worker. If it is lost there, it has no tokens, and comes to another one later."""
-        version = self.version
-        self._sampling[version] += 1
+        self._sampling[task_id] = self.version
         try:
             yield
         finally:
-            self._sampling[version] -= 1
+            del self._sampling[task_id]
+
+    @property
+    def aging(self) -> bool:
+        """Whether a group that is with a worker counts as older than the weights are."""
+        return any(version < self.version for version in self._sampling.values())
+
+    def unasked(self, task_ids: Iterable[int], version: int) -> None:
+        """These groups had not asked the model for anything when it had the weights of `version` already."""
+        for task_id in task_ids:
+            if task_id in self._sampling:
+                self._sampling[task_id] = max(version, self._sampling[task_id])
 
     def accept(self, oldest_version: int) -> None:
         """A running group is ready to be consumed."""
@@ -110,9 +121,10 @@ class Admission:
         """How many old groups run, if a batch now would leave more of them than later ones can take in time; else 0."""
         if self.when_stale != "wait":
             return 0
+        sampling_by_version = Counter(self._sampling.values())
         for batches_left in range(self.max_staleness):
             newest = self.version - self.max_staleness + batches_left
-            sampling, ready = _up_to(newest, self._sampling), _up_to(newest, self._ready)
+            sampling, ready = _up_to(newest, sampling_by_version), _up_to(newest, self._ready)
             left = sampling + max(0, ready - self.batch_size)
             if sampling and left > batches_left * self.batch_size:
                 return sampling

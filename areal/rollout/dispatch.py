@@ -38,6 +38,11 @@ class GroupWorker(Protocol):
         """Raises GroupLost if the worker, or the engine, ends meanwhile."""
         ...
 
+    async def unasked_groups(self) -> list[int]:
+        """Tasks of the training groups here of which no sample has asked the model for anything; it may leave some
+        out."""
+        return []
+
 
 class Dispatch:
     def __init__(self, workers: Sequence[GroupWorker], group_seconds: float | None) -> None:
@@ -67,6 +72,11 @@ class Dispatch:
         for stall in result.stalls:
             self.stalls.end(stall, logged=stall.process == os.getpid())
         return result
+
+    async def unasked_groups(self) -> list[int]:
+        """Those of all workers that are there."""
+        answers = await asyncio.gather(*(worker.unasked_groups() for worker in self._workers if worker.present))
+        return [task_id for answer in answers for task_id in answer]
 
     async def _run(self, task: GroupTask, at_worker: Callable[[], AbstractContextManager[None]]) -> GroupResult:
         workers = self._workers

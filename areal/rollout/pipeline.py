@@ -12,8 +12,9 @@ started and every waiting call raises it.
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 from areal.api.errors import NothingAccepted, RejectReason
@@ -94,6 +95,8 @@ class Pipeline:
         self._tasks = tasks
         self._n_samples = n_samples
         self._running: set[asyncio.Task[None]] = set()
+        self._aging_since: dict[int, float] = {}
+        """When each running group, by its task, was last known to have no token."""
         self._changed = asyncio.Event()
         self._clock = asyncio.get_running_loop().time
         self._taken_at: float | None = None
@@ -130,9 +133,12 @@ class Pipeline:
         if self._taken_at is not None:
             self._waves.trained(self._clock() - self._taken_at)
             self._taken_at = None
-        self.admission.publish(version, self._waves.batches() if self.admission.when_stale == "wait" else 1)
+        waits = self.admission.when_stale == "wait"
+        self.admission.publish(version, self._waves.batches() if waits else 1)
         self._ready.expire()
         self._admit()
+        if waits and self.admission.aging:
+            self._in_background(self._find_unasked(version))
 
     async def take(self, count: int) -> list[GroupResult]:
         """The next `count` groups, oldest first, none staler than allowed."""
@@ -243,7 +249,11 @@ class Pipeline:
 
     def _start(self, task: GroupTask) -> None:
         self.admission.start()
-        running = asyncio.ensure_future(self._run(task))
+        self._aging_since[task.task_id] = self._clock()
+        self._in_background(self._run(task))
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        running = asyncio.ensure_future(work)
         self._running.add(running)
         running.add_done_callback(self._running.discard)
 
@@ -251,12 +261,27 @@ class Pipeline:
         """Runs in the background, so its error goes to the calls that wait for groups."""
         try:
             started_at = self._clock()
-            result = await self._dispatch.send(task, self.admission.sampling)
-            self._waves.ended(self._clock() - started_at)
+            result = await self._dispatch.send(task, partial(self.admission.sampling, task.task_id))
+            ended_at = self._clock()
+            self._waves.ended(ended_at - started_at, ended_at - self._aging_since[task.task_id])
             self._ready.receive(result)
         except Exception as error:
             self.fail(error)
+        finally:
+            del self._aging_since[task.task_id]
         self._admit()
+        self._changed.set()
+
+    async def _find_unasked(self, version: int) -> None:
+        """Groups that have asked the model for nothing, while it has the weights of `version`, are as new as these."""
+        try:
+            task_ids = await self._dispatch.unasked_groups()
+        except Exception as error:
+            self.fail(error)
+            return
+        self.admission.unasked(task_ids, version)
+        now = self._clock()
+        self._aging_since |= {task_id: now for task_id in task_ids if task_id in self._aging_since}
         self._changed.set()
 
     def _start_evaluation(self, task: GroupTask) -> asyncio.Task[GroupResult]:

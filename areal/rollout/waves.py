@@ -5,8 +5,8 @@ of p batches every p versions has fewer last ones to wait for, but leaves fewer 
 Where durations vary much, waves are faster; where they hardly do, a start at every version is. So both are estimated
 from the durations that were seen, and the shorter step is chosen.
 
-For waves of p batches, with η versions of staleness, D(n) the longest of n durations and t the time to train a batch,
-a step takes at least
+For waves of p batches, with η versions of staleness, D(n) the longest of n groups from its first call of the model to
+its end, and t the time to train a batch, a step takes at least
 - t, and the time in which `max_running` groups finish a batch;
 - (D(p · batch) + t · (L - η)) / L, with L the versions, a multiple of p and more than η, from the start of a wave to
   that of the first one that begins after all of it was trained;
@@ -29,11 +29,14 @@ class Waves:
         self._max_staleness = max_staleness
         self._max_running = max_running
         self._durations = deque[float](maxlen=REMEMBERED_BATCHES * batch_size)
+        self._aging = deque[float](maxlen=REMEMBERED_BATCHES * batch_size)
+        """The part of each in which the group grew old."""
         self._train_seconds = 0.0
 
-    def ended(self, seconds: float) -> None:
-        """A group took so long."""
+    def ended(self, seconds: float, aging_seconds: float) -> None:
+        """A group took so long, and this much of it since it was known to have no token."""
         self._durations.append(seconds)
+        self._aging.append(aging_seconds)
 
     def trained(self, seconds: float) -> None:
         """So much passed between a batch and the version that it led to."""
@@ -45,14 +48,14 @@ class Waves:
         most = min(self._max_staleness, self._max_running // self._batch_size)
         if most < 2 or len(self._durations) < (self._max_staleness + 1) * self._batch_size:
             return 1
-        durations = np.sort(np.array(self._durations))
-        return min(range(1, most + 1), key=lambda batches: self._step_seconds(batches, durations))
+        durations, aging = np.sort(np.array(self._durations)), np.sort(np.array(self._aging))
+        return min(range(1, most + 1), key=lambda batches: self._step_seconds(batches, durations, aging))
 
-    def _step_seconds(self, batches: int, durations: Array) -> float:
+    def _step_seconds(self, batches: int, durations: Array, aging: Array) -> float:
         train, lag = self._train_seconds, self._max_staleness
         cycle = batches * -(-(lag + 1) // batches)
         slots = float(durations.mean()) * self._batch_size / self._max_running
-        last = (_longest_of(batches * self._batch_size, durations) + train * (cycle - lag)) / cycle
+        last = (_longest_of(batches * self._batch_size, aging) + train * (cycle - lag)) / cycle
         early = max(0, 2 * batches - lag - 1) / batches
         enough = (float(np.quantile(durations, early)) + train) / batches if early else 0.0
         return max(train, slots, last, enough)

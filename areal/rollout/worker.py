@@ -11,8 +11,8 @@ import pickle
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -77,6 +77,9 @@ async def serve_worker(index: int) -> None:
         assert worker is not None, "setup comes first"
         await worker.follow(engines)
 
+    async def unasked_groups() -> list[int]:
+        return [] if worker is None else await worker.unasked_groups()
+
     def on_engine_lost(address: EngineAddress) -> None:
         if driver.result().is_open:
             driver.result().notify("engine_lost", address)
@@ -85,6 +88,7 @@ async def serve_worker(index: int) -> None:
         "setup": setup,
         "run_group": run_group,
         "follow": follow,
+        "unasked_groups": unasked_groups,
         "cpu_seconds": time.process_time,
     }
 
@@ -118,6 +122,8 @@ class RolloutWorker(GroupWorker):
         self._seed = seed
         self._episodes: dict[Waits, str] = {}
         """What each that runs waits for, and what people call it."""
+        self._groups: dict[int, list[Waits]] = {}
+        """The samples of each training group that runs, by its task."""
         self._stall_watch: StallWatch | None = None
         self._ended_stalls: deque[Stall] = deque()
         """Since the last group ended; a thread appends to it."""
@@ -183,8 +189,10 @@ class RolloutWorker(GroupWorker):
         if self._engines is not None:
             await self._engines.until_serving()
             outages = self._engines.outages
-        async with asyncio.TaskGroup() as group:
-            samples = [group.create_task(self._run_sample(task, number)) for number in range(task.n_samples)]
+        each = [Waits() for _ in range(task.n_samples)]
+        with self._running(task, each):
+            async with asyncio.TaskGroup() as group:
+                samples = [group.create_task(self._run_sample(task, n, own)) for n, own in enumerate(each)]
         result = GroupResult(task.task_id, [], [], {})
         for sample in samples:
             outcome, digests = sample.result()
@@ -198,6 +206,21 @@ class RolloutWorker(GroupWorker):
         _require_digests(result)
         result.stalls = [self._ended_stalls.popleft() for _ in range(len(self._ended_stalls))]
         return result
+
+    async def unasked_groups(self) -> list[int]:
+        return [task for task, samples in self._groups.items() if not any(sample.asked_model for sample in samples)]
+
+    @contextmanager
+    def _running(self, task: GroupTask, samples: list[Waits]) -> Iterator[None]:
+        """An evaluation does not grow old."""
+        if task.is_eval:
+            yield
+            return
+        self._groups[task.task_id] = samples
+        try:
+            yield
+        finally:
+            del self._groups[task.task_id]
 
     async def follow(self, engines: Sequence[EngineAddress]) -> None:
         """These engines serve from now on, and no others."""
@@ -221,7 +244,7 @@ class RolloutWorker(GroupWorker):
     async def aclose(self) -> None:
         await self._closing.aclose()
 
-    async def _run_sample(self, task: GroupTask, number: int) -> tuple[Episode | Rejection, Digests]:
+    async def _run_sample(self, task: GroupTask, number: int, own: Waits) -> tuple[Episode | Rejection, Digests]:
         """Each sample has its own copy of the task, which its agent may change, and its own seed."""
         runner, data = self._runners[task.is_eval], pickle.loads(task.data)
         kind, seed = "evaluate" if task.is_eval else "train", self._seed
@@ -232,7 +255,7 @@ class RolloutWorker(GroupWorker):
             seed=None if seed is None else derived_seed(seed, kind, task.task_id, number),
         )
         kind = "evaluation task" if task.is_eval else "task"
-        with waits.of(Waits()) as own:
+        with waits.of(own):
             sample = f", sample {number + 1} of {task.n_samples}," if task.n_samples > 1 else ""
             self._episodes[own] = f"{kind} {abs(task.task_id)}{sample}"
             try:

@@ -556,6 +556,8 @@ class _SimulatedWorker(GroupWorker):
         self._draw = random.Random(number)
         self._playing: dict[asyncio.Future[list[Row]], list[float]] = {}
         """Groups, and the tokens of their turns so far."""
+        self._unasked: set[int] = set()
+        """Tasks of the groups that have asked no engine for anything."""
         self._back = asyncio.Event()
         self._back.set()
 
@@ -568,13 +570,18 @@ class _SimulatedWorker(GroupWorker):
 
     async def run_group(self, task: GroupTask) -> GroupResult:
         self._cluster.count_running(+1)
+        self._unasked.add(task.task_id)
         try:
-            rows = await self._play_group(task.n_samples)
+            rows = await self._play_group(task)
             result = GroupResult(task.task_id, [Episode([row], 0.0, calls=len(row.versions)) for row in rows], [], {})
             await self._cluster.receive(result)
             return result
         finally:
+            self._unasked.discard(task.task_id)
             self._cluster.count_running(-1)
+
+    async def unasked_groups(self) -> list[int]:
+        return list(self._unasked)
 
     def end(self) -> None:
         """Its groups are lost."""
@@ -589,11 +596,11 @@ class _SimulatedWorker(GroupWorker):
     def come_back(self) -> None:
         self._back.set()
 
-    async def _play_group(self, n_samples: int) -> list[Row]:
+    async def _play_group(self, task: GroupTask) -> list[Row]:
         episodes = self._cluster.trace.episodes
-        chosen = [self._draw.choice(episodes) for _ in range(n_samples)]
+        chosen = [self._draw.choice(episodes) for _ in range(task.n_samples)]
         drawn: list[float] = []
-        playing = asyncio.gather(*(self._play(turns, drawn) for turns in chosen))
+        playing = asyncio.gather(*(self._play(task.task_id, turns, drawn) for turns in chosen))
         self._playing[playing] = drawn
         try:
             return await playing
@@ -604,12 +611,13 @@ class _SimulatedWorker(GroupWorker):
         finally:
             del self._playing[playing]
 
-    async def _play(self, turns: list[Turn], drawn: list[float]) -> Row:
+    async def _play(self, task_id: int, turns: list[Turn], drawn: list[float]) -> Row:
         versions, client = [], self._cluster.trace.client
         context = self._cluster.scenario.prompt_tokens
         for turn in turns:
             await asyncio.sleep(turn.wait_seconds)
             await self.process.serve(client.call_seconds + turn.tokens * client.token_seconds)
+            self._unasked.discard(task_id)
             versions.append(self._cluster.version)
             await self._generate(turn.tokens, context)
             drawn.append(turn.tokens)

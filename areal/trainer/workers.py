@@ -14,6 +14,7 @@ from areal.trainer.processes import Processes
 from areal.utils import waits
 
 START_SECONDS = 120.0
+ASK_SECONDS = 30.0
 SETUP_SECONDS = 300.0
 """A workflow's constructor may load a lot."""
 
@@ -86,6 +87,14 @@ class RemoteWorker(GroupWorker):
         except ChannelClosed as error:
             raise GroupLost(str(error)) from None
         return result
+
+    async def unasked_groups(self) -> list[int]:
+        assert self._channel is not None, "until_present() comes first"
+        try:
+            found: list[int] = await self._channel.call("unasked_groups", timeout_seconds=ASK_SECONDS)
+        except (ChannelClosed, TimeoutError):
+            return []  # it is being started again, or its event loop is blocked: its groups count as they did
+        return found
 
     @property
     def name(self) -> str:

@@ -47,6 +47,8 @@ class Wait:
 
     def __enter__(self) -> "Wait":
         self.since = time.monotonic()
+        if self.what is WAITS_FOR_MODEL:
+            self._owner.asked_model = True
         if self.limit_seconds is not None:
             self.until = self.since + self.limit_seconds
         self._owner.now_waiting[self] = None
@@ -66,13 +68,15 @@ class Wait:
 class Waits:
     """What one part of a run waits for at the moment."""
 
-    __slots__ = ("left_at", "now_waiting")
+    __slots__ = ("asked_model", "left_at", "now_waiting")
 
     def __init__(self) -> None:
         self.now_waiting: dict[Wait, None] = {}
         """The oldest first."""
         self.left_at = time.monotonic()
         """When the last wait ended: since then, the part has been at work if it waits for nothing."""
+        self.asked_model = False
+        """Whether it has ever waited for the model. Before, no token was sampled for it."""
 
     def entered(
         self,

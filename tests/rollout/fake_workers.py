@@ -43,6 +43,8 @@ class HeldWorker:
         self.present = True
         self.tasks: list[GroupTask] = []
         self.cancelled: list[int] = []
+        self.unasked: set[int] = set()
+        """Tasks of which the test says that they have asked the model for nothing."""
         self._held: dict[int, asyncio.Future[GroupResult]] = {}
         self._changed = asyncio.Event()
 
@@ -72,6 +74,9 @@ class HeldWorker:
         finally:
             del self._held[task.task_id]
             self._changed.set()
+
+    async def unasked_groups(self) -> list[int]:
+        return [task_id for task_id in self._held if task_id in self.unasked]
 
     def finish(self, result: GroupResult) -> None:
         self._held[result.task_id].set_result(result)

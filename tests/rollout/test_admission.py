@@ -1,5 +1,6 @@
 """How many groups may be in flight, and which of them a batch waits for."""
 
+import itertools
 from contextlib import ExitStack
 
 from hypothesis import settings
@@ -29,7 +30,10 @@ class Run(RuleBasedStateMachine):
             version=self.first,
             consumed=self.first * batch_size,
         )
+        self.tasks = itertools.count()
         self.started_at: list[int] = []
+        self.running: list[int] = []
+        """The task of each."""
         self.sampling: list[ExitStack] = []
         self.ready_from: list[int] = []
         self.training = False
@@ -39,14 +43,16 @@ class Run(RuleBasedStateMachine):
         for _ in range(self.admission.capacity(reserved)):
             self.admission.start()
             self.started_at.append(self.admission.version)
+            self.running.append(next(self.tasks))
             self.sampling.append(ExitStack())
-            self.sampling[-1].enter_context(self.admission.sampling())
+            self.sampling[-1].enter_context(self.admission.sampling(self.running[-1]))
 
     @precondition(lambda self: self.started_at)
     @rule(data=st.data())
     def end_one(self, data):
         place = data.draw(st.integers(0, len(self.started_at) - 1))
         born = self.started_at.pop(place)
+        self.running.pop(place)
         self.sampling.pop(place).close()
         if data.draw(st.integers(0, 4)) == 4:
             self.admission.reject()
@@ -60,8 +66,17 @@ class Run(RuleBasedStateMachine):
     def lose_one_and_run_it_again(self, data):
         place = data.draw(st.integers(0, len(self.started_at) - 1))
         self.sampling[place].close()
-        self.sampling[place].enter_context(self.admission.sampling())
+        self.sampling[place].enter_context(self.admission.sampling(self.running[place]))
         self.started_at[place] = self.admission.version
+
+    @precondition(lambda self: self.started_at)
+    @rule(data=st.data())
+    def find_that_one_has_no_token(self, data):
+        """It may have been so at an earlier version: answers of workers come late."""
+        place = data.draw(st.integers(0, len(self.started_at) - 1))
+        version = data.draw(st.integers(self.first, self.admission.version))
+        self.admission.unasked([self.running[place]], version)
+        self.started_at[place] = max(version, self.started_at[place])
 
     @precondition(lambda self: not self.training and self.may_take())
     @rule()
@@ -131,8 +146,8 @@ def test_batch_waits_as_soon_as_later_ones_could_not_take_what_it_leaves():
     with ExitStack() as old:
         for _ in range(6):
             admission.start()
-        for _ in range(4):
-            old.enter_context(admission.sampling())
+        for task_id in range(4):
+            old.enter_context(admission.sampling(task_id))
         for _ in range(2):
             admission.accept(0)
         assert not admission.awaited()
@@ -141,7 +156,9 @@ def test_batch_waits_as_soon_as_later_ones_could_not_take_what_it_leaves():
         for _ in range(2):
             admission.start()
             admission.accept(1)
-        assert admission.awaited()
+        assert admission.awaited() == 4
+        admission.unasked([0, 1], 1)
+        assert not admission.awaited()  # the other two can be taken at version 2
     for _ in range(2):
         admission.accept(0)
     assert not admission.awaited()

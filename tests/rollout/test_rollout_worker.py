@@ -120,6 +120,32 @@ async def test_cancelled_group_leaves_no_sample_running(make_worker, engine, pro
     assert (engine.in_flight, len(proxy)) == (0, 0)
 
 
+async def test_group_is_known_to_have_no_token_until_a_sample_of_it_asks_the_model(make_worker, engine):
+    started, may_ask = asyncio.Semaphore(0), [asyncio.Event(), asyncio.Event()]
+
+    async def agent(data, **kwargs):
+        mine = may_ask.pop()
+        started.release()
+        await asyncio.wait_for(mine.wait(), 60)
+        await chat(kwargs, data["messages"])
+        return 1.0
+
+    waiting, worker = list(may_ask), make_worker(agent)
+    await engine.pause()
+    assert await worker.unasked_groups() == []
+    group = asyncio.ensure_future(worker.run_group(task(2)))
+    for _ in waiting:
+        await asyncio.wait_for(started.acquire(), 60)
+    assert await worker.unasked_groups() == [7]
+    waiting[0].set()
+    await engine.until_in_flight(1)
+    assert await worker.unasked_groups() == []
+    waiting[1].set()
+    await engine.resume()
+    assert len((await group).episodes) == 2
+    assert await worker.unasked_groups() == []
+
+
 async def test_sample_that_hangs_is_timed_out_and_its_siblings_kept(make_worker, proxy):
     runs = []
 

@@ -33,6 +33,8 @@ class Run:
     filtered: float = 0.0
     lost: float = 0.0
     """Shares of groups."""
+    unasked: float = 0.0
+    """The share of a group's time that passes before it asks the model, for a quarter of them."""
     workers: int = 1
     train_seconds: float = 0.5
     evaluates: bool = False
@@ -90,6 +92,7 @@ class UnreliableWorker(GroupWorker):
     def __init__(self, run: Run, draw: random.Random) -> None:
         self._run = run
         self._draw = draw
+        self._unasked: set[int] = set()
         self._back = asyncio.Event()
         self._back.set()
 
@@ -97,14 +100,21 @@ class UnreliableWorker(GroupWorker):
     def present(self) -> bool:
         return self._back.is_set()
 
+    async def unasked_groups(self) -> list[int]:
+        found = [task_id for task_id in self._unasked if self._draw.random() < 0.8]
+        await asyncio.sleep(self._draw.choice((0.0, 0.1, 3.0)))  # the answer may be late
+        return found
+
     async def until_present(self) -> None:
         await self._back.wait()
 
     async def run_group(self, task: GroupTask) -> GroupResult:
         run, draw = self._run, self._draw
         seconds = draw.lognormvariate(0, run.sigma)
-        before_its_first_token = draw.choice((0.0, 0.0, 0.3)) * seconds
+        before_its_first_token = draw.choice((0.0, 0.0, 0.3, run.unasked)) * seconds
+        self._unasked.add(task.task_id)
         await asyncio.sleep(before_its_first_token)
+        self._unasked.discard(task.task_id)
         version = self.pipeline.admission.version
         await asyncio.sleep(seconds - before_its_first_token)
         if not task.is_eval and draw.random() < run.lost:
@@ -132,6 +142,7 @@ RUNS = st.builds(
     rejected=st.sampled_from((0.0, 0.2)),
     filtered=st.sampled_from((0.0, 0.5)),
     lost=st.sampled_from((0.0, 0.3)),
+    unasked=st.sampled_from((0.0, 0.99)),
     workers=st.integers(1, 3),
     train_seconds=st.sampled_from((0.0, 0.5, 5.0)),
     evaluates=st.booleans(),
@@ -175,3 +186,13 @@ def test_dropping_takes_the_longest_groups_out_of_training_and_waiting_does_not(
     waiting = played("wait")
     assert bias(waiting) == pytest.approx(0)
     assert waiting.expiring_seconds > 0
+
+
+def test_batches_do_not_wait_for_groups_that_have_asked_the_model_for_nothing() -> None:
+    """Slow before its first call, not after it: such a group's tokens are as new as the weights."""
+    played = [
+        Run(1, steps=40, batch_size=4, max_running=16, sigma=1.0, unasked=unasked).play() for unasked in (0.0, 0.99)
+    ]
+    early, late = played
+    assert early.trained.keys() == late.trained.keys() == late.generated.keys()
+    assert late.expiring_seconds < early.expiring_seconds

@@ -13,7 +13,7 @@ def waves_after(
 ) -> int:
     waves = Waves(16, max_staleness, max_running)
     for seconds in durations:
-        waves.ended(seconds)
+        waves.ended(seconds, seconds)
     waves.trained(train_seconds)
     return waves.batches()
 
