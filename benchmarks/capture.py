@@ -218,7 +218,7 @@ def run() -> tuple[dict[str, Any], list[Aim]]:
         growth = found["ours_us"]["turns_180_200"] / found["ours_us"]["turns_20_40"]
         aims += [
             Aim.at_most(f"{name}: exponent of the bytes stored by turn", found["stored_exponent"], 1.05),
-            Aim.at_most(f"{name}: cost of a call at turns 180-200 over turns 20-40", growth, 1.3),
+            Aim.at_most(f"{name}: cost of a call at turns 180-200 over turns 20-40", growth, 1.2),
             Aim.at_most(f"{name}: exponent of the cost of a call by turn", found["ours_exponent"], 0.2),
         ]
         print(f"{name}: {found}", file=sys.stderr)

@@ -248,6 +248,7 @@ def run() -> tuple[dict[str, Any], list[Aim]]:
         peer = trl(model, place)
         agent = areal("areal.workflow.openai.math_agent.MathAgent", place)
     ratio = direct["samples_per_second"] / peer["samples_per_second"]
+    costs = agent["cpu_us_per_sample"] = sample_costs(agent)
     aims = [
         Aim.at_least("trained tokens/s over transformers with padded rows, groups", alone["groups"]["ratio"], 1.0),
         Aim.at_least(
@@ -257,8 +258,9 @@ def run() -> tuple[dict[str, Any], list[Aim]]:
         ),
         Aim.at_least("samples/s over TRL, RLVRWorkflow", ratio, 5.0),
         Aim.at_most("TRL's reward minus ours after the same steps", peer["last_reward"] - direct["last_reward"], 0.05),
+        Aim.at_most("processor time of the proxy in a sample of an SDK agent, µs", costs["proxy"], 350.0),
+        Aim.at_most("the same of the rest of the episode, µs", costs["rest_of_the_episode"], 150.0),
     ]
-    agent["cpu_us_per_sample"] = sample_costs(agent)
     return {"step": alone, "rlvr": direct, "trl": peer, "sdk_agent": agent, "over_trl": ratio}, aims
 
 
