@@ -40,14 +40,15 @@ from areal.utils.process_pool.pool import (
 MAX_GRAMMARS = 64
 """Compiled grammars kept; the least recently used is dropped beyond this."""
 MAX_GRAMMAR_CHARACTERS = 1 << 20
-COMPILE_SECONDS = 20.0
-"""A request whose grammar is not ready by then is refused."""
+COMPILE_SECONDS = 60.0
+"""A request whose grammar is not ready by then is refused. What a grammar may cost is bounded by `TRIAL_LIMITS`: this
+only ends the wait on a machine that is too busy."""
 COMPILED_AT_ONCE = 4
 TRIED_AT_ONCE = 2
 """Processes that try grammars, shared by the engines of this process; the second starts when the first is busy."""
 TRIAL_LIMITS = Limits(memory_bytes=1 << 30, cpu_seconds=8)
 """Compiling once more in this process must also fit into `COMPILE_SECONDS`."""
-TRIAL_SECONDS = 15.0
+TRIAL_SECONDS = 45.0
 """On a machine that is busy; from the moment a trial begins."""
 MAX_VERDICTS = 4096
 """Grammars of which it is remembered how their trial ended."""
