@@ -233,7 +233,10 @@ class RolloutWorker(GroupWorker):
         return together(doings) + ([] if self._engines is None else [Doing("it", self._asked_for(self._engines))])
 
     def _asked_for(self, engines: EngineGroup) -> str:
-        asked = [f"{count} answers of {name.partition(' #')[0]}" for name, count in engines.in_flight.items()]
+        asked = [
+            f"{count} answer{'s' * (count != 1)} of {name.partition(' #')[0]}"
+            for name, count in engines.in_flight.items()
+        ]
         return f"waits for {' and '.join(asked)}" if asked else "knows no engine that serves"
 
     @property
