@@ -8,21 +8,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from areal.utils.shipped_tokenizer import SHIPPED, ShippedTokenizer, shipped_name
 from areal.utils.shorten import first_line
 
 PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 """Class names of tokenizers that are nothing but their tokenizer.json, which can be loaded without torch."""
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
-BUILTIN = Path(__file__).with_name("builtin_tokenizers")
 
 
 def load_hf_tokenizer(path: str | Path) -> Any:
     """A Hugging Face tokenizer whose `apply_chat_template(tokenize=True)` returns a plain list of ids.
 
-    `path` is a directory, a Hugging Face id, or the name of a built-in model. transformers 5 returns a BatchEncoding
-    where we return a list, and `list()` of that is its keys.
+    `path` is a directory, a Hugging Face id, or the name of a built-in model, whose tokenizer loads transformers only
+    when it is asked for something unusual. transformers 5 returns a BatchEncoding where we return a list, and `list()`
+    of that is its keys.
     """
     path = tokenizer_directory(path)
+    if name := shipped_name(Path(path)):
+        return ShippedTokenizer(name, str(path))
     if _class_name(Path(path)) in PLAIN_CLASSES:
         from transformers import PreTrainedTokenizerFast as Loader
     else:
@@ -59,10 +62,10 @@ def tokenizer_directory(path: str | Path) -> str | Path:
     """`path`, or if it is the name of a built-in model, where the files of its tokenizer and processor are."""
     if not str(path).startswith("builtin:"):
         return path
-    name, known = str(path).removeprefix("builtin:"), sorted(each.name for each in BUILTIN.iterdir())
+    name, known = str(path).removeprefix("builtin:"), sorted(each.name for each in SHIPPED.iterdir())
     if name not in known:
         raise ValueError(f"no built-in model {name!r}; use one of {', '.join(f'builtin:{each}' for each in known)}")
-    return BUILTIN / name
+    return SHIPPED / name
 
 
 def _listing_ids(tokenizer: Any) -> Any:

@@ -11,6 +11,7 @@ import random
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import cycle, islice
 from pathlib import Path
@@ -79,7 +80,8 @@ class Recipe:
             max_tokens_per_mb=32768,
         )
         initialise(engine.decoder, torch.Generator().manual_seed(self.seed))
-        self._warm_up(engine, tokenizer, report)
+        with _one_thread():
+            self._warm_up(engine, tokenizer, report)
         engine.save(str(directory))
         tokenizer.save_pretrained(directory)
 
@@ -100,27 +102,31 @@ class Recipe:
 
     def _warm_up(self, engine: TrainingEngine, tokenizer: Any, report: Report) -> None:
         stream = self.lessons(self.seed)
+        exam = self._exam(tokenizer)
         for step in range(1, self.max_steps + 1):
             engine.train_batch(supervised_batch(list(islice(stream, _BATCH)), tokenizer), mean_nll)
             if step % _CHECK_STEPS == 0:
-                success = self._success(engine, tokenizer)
+                success = self._success(engine, tokenizer, exam)
                 report(
                     f"warming up the built-in model: step {step}, success {success:.2f} of {self.target_success:.2f}"
                 )
                 if success >= self.target_success:
                     return
 
-    def _success(self, engine: TrainingEngine, tokenizer: Any, problems: int = 256) -> float:
-        """Share of right answers when each validation problem is sampled once at temperature 1."""
-        drawn = list(islice(self.task.problems("valid"), problems))
-        prompts = [
-            tokenizer.apply_chat_template(problem.as_task()["messages"], add_generation_prompt=True, return_dict=False)
-            for problem in drawn
+    def _exam(self, tokenizer: Any, problems: int = 256) -> list[tuple[Problem, list[int]]]:
+        """Validation problems and their prompts."""
+        return [
+            (problem, tokenizer.apply_chat_template(problem.as_task()["messages"], add_generation_prompt=True))
+            for problem in islice(self.task.problems("valid"), problems)
         ]
+
+    def _success(self, engine: TrainingEngine, tokenizer: Any, exam: list[tuple[Problem, list[int]]]) -> float:
+        """Share of right answers when each problem is sampled once at temperature 1."""
+        prompts = [prompt for _, prompt in exam]
         runner = DecoderRunner(engine.decoder)
         texts = sampled_answers(runner, tokenizer, prompts, [()] * len(prompts), self.answer_tokens)
-        right = [self.right(text, problem) for text, problem in zip(texts, drawn, strict=True)]
-        return right.count(True) / len(drawn)
+        right = [self.right(text, problem) for text, (problem, _) in zip(texts, exam, strict=True)]
+        return right.count(True) / len(exam)
 
 
 RETRY = "That is wrong. Try again."
@@ -236,6 +242,17 @@ TINY_COUNTDOWN = Recipe(
     answer_tokens=16,
     target_success=0.3,
 )
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Two threads gain little on matrices this small, and lose much where cores are shared (docs/log.md)."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def cached(name: str, make: Callable[[Path, Report], None], report: Report) -> Path:

@@ -46,7 +46,7 @@ def supervised_span(messages: list[dict[str, Any]], tools: Any, tokenizer: Any, 
     ids: list[int] = []
     asked: list[int] = []
     for piece, learned in _pieces(messages, tools, tokenizer):
-        new = tokenizer(piece, add_special_tokens=False)["input_ids"]
+        new = tokenizer.encode(piece, add_special_tokens=False)
         asked += range(len(ids), len(ids) + len(new)) if learned else ()
         ids += new
     return Span(np.array(ids, dtype=np.int64), np.array(asked, dtype=np.int64), group)
