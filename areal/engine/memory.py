@@ -19,7 +19,7 @@ MOMENTS = 2
 """AdamW keeps two numbers for each parameter, in float32."""
 
 HEAD_ELEMENTS = 1 << 24
-"""As in training/packing.py: logits of so many elements are held at once."""
+"""As in training/head.py: logits of so many elements are held at once."""
 LOGIT_COPIES = 4
 """The logits by their temperature, and three of their size in the backward pass of logsumexp: `self - result`, its
 exponential, and that times the gradient live until the end of one C++ expression."""

@@ -213,9 +213,9 @@ def test_publishing_needs_two_versions_in_shared_memory() -> None:
 
 def test_constants_are_those_of_the_code_that_is_planned() -> None:
     from areal.engine.inference import decoder_runner, kv_cache
-    from areal.engine.training import packing
+    from areal.engine.training import head, packing
 
-    assert memory.HEAD_ELEMENTS == packing.HEAD_ELEMENTS
+    assert memory.HEAD_ELEMENTS == head.HEAD_ELEMENTS
     assert memory.PAIRS_PER_TOKEN == packing.PAIRS_PER_TOKEN
     assert memory.SMALLEST_POOL == kv_cache.SMALLEST_POOL
     assert memory.PREFIX_MEMORY_SHARE == decoder_runner.PREFIX_MEMORY_SHARE

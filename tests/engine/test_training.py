@@ -14,7 +14,7 @@ from torch import Tensor
 from areal.api.errors import NonFiniteUpdate
 from areal.config.training import OptimizerConfig
 from areal.engine.model.published import WeightReader
-from areal.engine.training import packing
+from areal.engine.training import head
 from areal.engine.training.engine import TokenBatch, TrainingEngine, learning_rate, sum_of_squares
 from areal.engine.training.figures import Figures
 from areal.engine.training.packing import PackedDecoder, Span
@@ -81,7 +81,7 @@ def test_layers_that_are_computed_again_have_the_same_gradient() -> None:
 
 def test_the_gradient_does_not_depend_on_how_many_logits_are_held_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, _ = gradient()
-    monkeypatch.setattr(packing, "HEAD_ELEMENTS", 7 * TINY.vocab_size)
+    monkeypatch.setattr(head, "HEAD_ELEMENTS", 7 * TINY.vocab_size)
     torch.testing.assert_close(gradient()[0], whole, atol=1e-6, rtol=0)
 
 

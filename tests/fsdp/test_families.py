@@ -22,7 +22,7 @@ from areal.engine.model.live import LiveWeights
 from areal.engine.model.published import whole_digest
 from areal.engine.models import open_runner
 from areal.engine.training.engine import TrainingEngine
-from areal.engine.training.packing import token_logprobs
+from areal.engine.training.head import token_logprobs
 from areal.engine.training.supervised import mean_nll
 from areal.engine.transformers.model import TransformersModel
 from areal.engine.transformers.training import TransformersTraining

@@ -18,6 +18,7 @@ from areal.api.messages import GroupResult
 from areal.config.training import ActorConfig, CriticConfig, OptimizerConfig
 from areal.engine.training.engine import Loss, TokenBatch, TrainingEngine
 from areal.engine.training.figures import Figures
+from areal.engine.training.head import Temperatures
 from areal.engine.training.packing import Span
 from areal.trainer.checkpoint import DamagedCheckpoint, load_checkpoint, save_checkpoint
 from areal.trainer.critic import ValueUpdate
@@ -191,7 +192,7 @@ class TableCritic:
     def passes(self, spans: Sequence[Span], max_tokens: int) -> Iterator[TablePass]:
         return passes_of(spans)
 
-    def scores(self, part: TablePass, temperatures: Tensor) -> Tensor:
+    def scores(self, part: TablePass, temperatures: Temperatures) -> Tensor:
         before = np.concatenate([span.ids[span.asked - 1] for span in part.spans])
         return self._table[torch.from_numpy(before).long()]
 

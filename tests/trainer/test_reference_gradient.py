@@ -18,6 +18,7 @@ from torch import Tensor
 from areal.api.messages import Episode, GroupResult, Row
 from areal.config.training import ActorConfig, OptimizerConfig
 from areal.engine.training.engine import TrainingEngine
+from areal.engine.training.head import Temperatures
 from areal.engine.training.packing import Span
 from areal.trainer.update import PolicyUpdate
 
@@ -42,12 +43,12 @@ class TablePolicy:
     def passes(self, spans: Sequence[Span], max_tokens: int) -> Iterator[TablePass]:
         return passes_of(spans)
 
-    def scores(self, part: TablePass, temperatures: Tensor) -> Tensor:
+    def scores(self, part: TablePass, temperatures: Temperatures) -> Tensor:
         if torch.is_grad_enabled():
             self.trained.append((self.flat.detach().clone(), part.spans))
         before = np.concatenate([span.ids[span.asked - 1] for span in part.spans])
         sampled = np.concatenate([span.ids[span.asked] for span in part.spans])
-        logits = self._table[torch.from_numpy(before).long()] / temperatures[:, None]
+        logits = self._table[torch.from_numpy(before).long()] / torch.as_tensor(temperatures).reshape(-1, 1)
         return logits.log_softmax(1).gather(1, torch.from_numpy(sampled).long()[:, None]).squeeze(1)
 
     def load(self, directory: Path) -> None:

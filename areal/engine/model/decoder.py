@@ -92,21 +92,38 @@ class Decoder:
         self._floors = {size: self.flat.new_full((), (size * eps) ** 0.5) for size in sizes}
 
     def hidden(
-        self, ids: Tensor, positions: Tensor, attend: Attend, linear: Linear = F.linear, *, checkpointing: bool = False
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        linear: Linear = F.linear,
+        *,
+        only: Tensor | None = None,
+        checkpointing: bool = False,
     ) -> Tensor:
         """Final hidden states [T,D] of `ids[T]` at `positions[T]`; `linear` multiplies by the matrices.
 
-        `checkpointing` computes each layer again for its gradient instead of keeping its activations.
+        `only`: of these tokens; the last layer gives the others no more than their keys and values. `checkpointing`
+        computes each layer again for its gradient instead of keeping its activations.
         """
         rotation = self._rotary.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
         h = F.embedding(ids, self.embedding)
         for index in range(len(self.layers)):
+            wanted = only if index == len(self.layers) - 1 else None
             if checkpointing:
                 h = checkpoint(
-                    self._layer, index, h, rotation, attend, linear, use_reentrant=False, preserve_rng_state=False
+                    self._layer,
+                    index,
+                    h,
+                    rotation,
+                    attend,
+                    linear,
+                    wanted,
+                    use_reentrant=False,
+                    preserve_rng_state=False,
                 )
             else:
-                h = self._layer(index, h, rotation, attend, linear)
+                h = self._layer(index, h, rotation, attend, linear, wanted)
         return self._norm(h, self.final_norm)
 
     def logits(self, hidden: Tensor, linear: Linear = F.linear) -> Tensor:
@@ -125,14 +142,20 @@ class Decoder:
         length = torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), self._floors[size])
         return torch.addcdiv(self._zero, x, length, value=size**0.5).mul_(weight)
 
-    def _layer(self, index: int, h: Tensor, rotation: Rotation, attend: Attend, linear: Linear) -> Tensor:
+    def _layer(
+        self, index: int, h: Tensor, rotation: Rotation, attend: Attend, linear: Linear, only: Tensor | None
+    ) -> Tensor:
         layer = self.layers[index]
-        h = h + self._attention(layer, index, h, rotation, attend, linear)
+        mixed = self._attention(layer, index, h, rotation, attend, linear)
+        if only is not None:
+            h, mixed = h.index_select(0, only), mixed.index_select(0, only)
+        h = h + linear(mixed, layer.output, layer.output_bias)
         return h + self._mlp(layer, h, linear)
 
     def _attention(
         self, layer: Layer, index: int, h: Tensor, rotation: Rotation, attend: Attend, linear: Linear
     ) -> Tensor:
+        """[T,D] -> [T,H·E], before the output's matrix."""
         a = self.architecture
         qkv = linear(self._norm(h, layer.attention_norm), layer.qkv, layer.qkv_bias)
         by_head = qkv.view(-1, a.num_heads + 2 * a.num_kv_heads, a.head_dim)
@@ -140,7 +163,7 @@ class Decoder:
         if layer.q_norm is not None and layer.k_norm is not None:
             qk = self._norm(qk, layer.head_norms(a.num_heads, a.num_kv_heads))
         q, k = torch.split_with_sizes(_rotate(qk, *rotation), (a.num_heads, a.num_kv_heads), dim=1)
-        return linear(attend(index, q, k, v).reshape(h.shape[0], -1), layer.output, layer.output_bias)
+        return attend(index, q, k, v).reshape(h.shape[0], -1)
 
     def _mlp(self, layer: Layer, h: Tensor, linear: Linear) -> Tensor:
         gate, up = linear(self._norm(h, layer.mlp_norm), layer.gate_up, None).chunk(2, dim=-1)

@@ -20,6 +20,7 @@ from areal.engine.model.device import to_host
 from areal.engine.sharded.model import ShardedModel
 from areal.engine.training.engine import Loss, TokenBatch, learning_rate, sum_of_squares
 from areal.engine.training.figures import Figures
+from areal.engine.training.head import Temperatures
 from areal.engine.training.moments import KINDS
 from areal.engine.training.packing import Pack
 
@@ -113,8 +114,8 @@ class RankLearner:
                 return
             yield (model.empty_pass(), False) if part is None else (part, True)
 
-    def _temperatures(self, part: Pack, batch: TokenBatch, real: bool) -> Tensor:
-        return batch.temperatures[part.order] if real else torch.ones(1, device=self.model.device)
+    def _temperatures(self, part: Pack, batch: TokenBatch, real: bool) -> Temperatures:
+        return batch.temperatures_at(part.order) if real else 1.0
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
         config = self._config

@@ -24,7 +24,8 @@ from areal.api.errors import ModelError
 from areal.config.parallel import Ranks
 from areal.engine.sharded.packed_attention import PACKED_ATTENTION, packed_inputs, register_packed_attention
 from areal.engine.sharded.trainable import has_experts, language_model_class, require_trainable
-from areal.engine.training.packing import HEAD_ELEMENTS, Pack, Span, pack, token_logprobs
+from areal.engine.training.head import Picks, Temperatures, by_temperature, logits_logprobs, of_rows
+from areal.engine.training.packing import Pack, Span, pack
 from areal.engine.training.segments import VarlenKernel
 from areal.engine.transformers.file_layout import FileLayout
 from areal.engine.transformers.model import (
@@ -85,7 +86,7 @@ class ShardedModel:
         (smallest,) = self.passes([Span(np.zeros(2, np.int64), np.ones(1, np.int64), 0)], 1)
         return smallest
 
-    def scores(self, part: Pack, temperatures: Tensor) -> Tensor:
+    def scores(self, part: Pack, temperatures: Temperatures) -> Tensor:
         """One number for each asked token of a pass, as a `TrainableModel` gives them."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self._autocast):
             found: Tensor = self.module(part, temperatures)
@@ -109,28 +110,29 @@ class ShardedModel:
             yield from self._layout.parts(name, whole(parameter.detach()))
 
 
-def _logprobs(module: Any, part: Pack, temperatures: Tensor) -> Tensor:
+def _logprobs(module: Any, part: Pack, temperatures: Temperatures) -> Tensor:
     """The forward pass of a model, up to log-probs: logits are held for a piece of the tokens at a time."""
     hidden: Tensor = module.get_decoder()(**packed_inputs(part)).last_hidden_state[0, part.sources]
     head, config = module.get_output_embeddings(), module.config.get_text_config()
     cap: float | None = getattr(config, "final_logit_softcapping", None)
 
-    def of_piece(hidden: Tensor, targets: Tensor, temperatures: Tensor) -> Tensor:
+    def of_piece(hidden: Tensor, picks: Picks, temperatures: Temperatures) -> Tensor:
         logits: Tensor = head(hidden)
         if cap is not None:
             logits = torch.tanh(logits / cap) * cap
-        return token_logprobs(logits, targets, temperatures)
+        return logits_logprobs(logits, picks, temperatures)
 
-    rows = max(1, HEAD_ELEMENTS // config.vocab_size)
-    pieces = list(zip(hidden.split(rows), part.targets.split(rows), temperatures.split(rows), strict=True))
+    hidden, picks = by_temperature(hidden, part.picks, temperatures)
+    pieces = [(hidden[rows], own, of_rows(temperatures, rows)) for rows, _, own in picks.pieces(config.vocab_size)]
     if len(pieces) == 1:
         return of_piece(*pieces[0])
     return torch.cat([checkpoint(of_piece, *piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces])
 
 
-def _values(critic: Any, part: Pack, temperatures: Tensor) -> Tensor:
+def _values(critic: Any, part: Pack, temperatures: Temperatures) -> Tensor:
     """The forward pass of a critic."""
-    return values_of(critic, critic.base_model(**packed_inputs(part)).last_hidden_state[0, part.sources])
+    hidden = critic.base_model(**packed_inputs(part)).last_hidden_state[0, part.sources]
+    return values_of(critic, hidden)[part.picks.rows]
 
 
 def _checkpoint_layers(module: Any) -> None:

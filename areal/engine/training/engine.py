@@ -30,6 +30,7 @@ from areal.engine.model.device import to_device, to_host
 from areal.engine.model.published import NamedTensors, WeightWriter, shared_memory
 from areal.engine.training.adamw import AdamW
 from areal.engine.training.figures import Figures
+from areal.engine.training.head import Temperatures
 from areal.engine.training.moments import KINDS, Moments, load_moments, save_moments
 from areal.engine.training.packing import PackedDecoder, Span
 
@@ -47,13 +48,20 @@ class TokenBatch:
     spans: Sequence[Span]
     temperatures: Tensor
     fields: dict[str, Tensor] = field(default_factory=dict)
+    temperature: float | None = None
+    """Of all tokens, where `on` has found that they have the same."""
 
     def on(self, device: torch.device) -> "TokenBatch":
         """The same with its tensors on a device."""
-        if device.type == "cpu":
-            return self
         fields = {name: to_device(values, device) for name, values in self.fields.items()}
-        return TokenBatch(self.spans, to_device(self.temperatures, device), fields)
+        found = torch.unique_consecutive(self.temperatures).tolist()
+        return TokenBatch(
+            self.spans, to_device(self.temperatures, device), fields, found[0] if len(found) == 1 else None
+        )
+
+    def temperatures_at(self, order: Tensor) -> Temperatures:
+        """Of some tokens, once it is known whether all have the same."""
+        return self.temperatures[order] if self.temperature is None else self.temperature
 
 
 class Pass(Protocol):
@@ -90,7 +98,7 @@ class TrainableModel(Protocol):
         """Cut spans into passes of at most `max_tokens` tokens; a single longer sequence gets a pass of its own."""
         ...
 
-    def scores(self, part: Any, temperatures: Tensor) -> Tensor:
+    def scores(self, part: Any, temperatures: Temperatures) -> Tensor:
         """One number for each asked token of a pass, in its order; differentiable.
 
         Its log-probability, or of a critic, the value before it, which no temperature changes.
@@ -146,7 +154,7 @@ class ScoringEngine:
 
     def _scores(self, part: Pass, batch: TokenBatch) -> Tensor:
         with self._arithmetic():
-            return self.model.scores(part, batch.temperatures[part.order])
+            return self.model.scores(part, batch.temperatures_at(part.order))
 
     def _arithmetic(self) -> AbstractContextManager[Any]:
         if self._dtype == "float32":

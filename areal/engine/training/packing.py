@@ -6,17 +6,20 @@ bin. One call computes bins of about one size, the smaller ones padded; nothing 
 too little to pay for the larger bin begins a trie of its own. Every asked position is a pair: the node that predicts
 it, and the token that follows. Where there is a kernel for sequences of various lengths, it takes the place of bins and
 masks (segments.py).
+
+Nodes are numbered sequence by sequence, so those below a node are the ones that follow it, up to some end: of that and
+of neighbours' common prefixes all else is computed, for a whole pass at a time.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from areal.api.messages import Array
 from areal.engine.model.architecture import Architecture, write_architecture
@@ -24,10 +27,9 @@ from areal.engine.model.decoder import Decoder, parameter_count
 from areal.engine.model.device import CPU, to_device
 from areal.engine.model.published import NamedTensors
 from areal.engine.model.weights import load_weights, named_views, named_weights, save_weights
+from areal.engine.training.head import Picks, Temperatures, head_logprobs
 from areal.engine.training.segments import SegmentRow, VarlenKernel
 
-HEAD_ELEMENTS = 1 << 24
-"""Logits held at once: positions times vocabulary."""
 BIN_TOKENS = 32
 """Small tries share a bin up to this size: fewer bins, at the cost of larger masks."""
 PAIRS_PER_TOKEN = 1024
@@ -71,16 +73,14 @@ class PackedDecoder:
     def passes(self, spans: Sequence[Span], max_tokens: int) -> "Iterator[Pack]":
         return (part.on(self.flat.device) for part in pack(spans, max_tokens))
 
-    def scores(self, part: "Pack", temperatures: Tensor) -> Tensor:
+    def scores(self, part: "Pack", temperatures: Temperatures) -> Tensor:
         checkpointing = self._gradient_checkpointing and torch.is_grad_enabled()
-        hidden = self.decoder.hidden(part.ids, part.positions, part.attend, checkpointing=checkpointing)[part.sources]
+        hidden = self.decoder.hidden(
+            part.ids, part.positions, part.attend, only=part.sources, checkpointing=checkpointing
+        )
         if self.decoder.architecture.value_head:
-            return self.decoder.values(hidden)
-        rows = max(1, HEAD_ELEMENTS // self.decoder.architecture.vocab_size)
-        pieces = list(zip(hidden.split(rows), part.targets.split(rows), temperatures.split(rows), strict=True))
-        if len(pieces) == 1:
-            return self._token_logprobs(*pieces[0])
-        return torch.cat([self._checkpointed_logprobs(*piece) for piece in pieces])
+            return self.decoder.values(hidden)[part.picks.rows]
+        return head_logprobs(hidden, self.decoder.head, part.picks, temperatures)
 
     def named_weights(self) -> NamedTensors:
         return named_weights(self.decoder)
@@ -95,45 +95,25 @@ class PackedDecoder:
         save_weights(self.decoder, directory)
         write_architecture(self.decoder.architecture, directory)
 
-    def _checkpointed_logprobs(self, *piece: Tensor) -> Tensor:
-        found: Tensor = checkpoint(self._token_logprobs, *piece, use_reentrant=False, preserve_rng_state=False)
-        return found
-
-    def _token_logprobs(self, hidden: Tensor, targets: Tensor, temperatures: Tensor) -> Tensor:
-        return token_logprobs(self.decoder.logits(hidden), targets, temperatures)
-
-
-def token_logprobs(logits: Tensor, targets: Tensor, temperatures: Tensor) -> Tensor:
-    """Log-probability [n] of each target under logits [n,V] at its temperature; float32, whatever the logits are."""
-    logits = logits.float() / temperatures[:, None]
-    return logits.gather(1, targets[:, None]).squeeze(1) - logits.logsumexp(dim=1)
-
 
 def pack(spans: Sequence[Span], max_tokens: int, kernel: VarlenKernel | None = None) -> "Iterator[Pack]":
     """Passes of at most `max_tokens` tokens each (a single longer sequence gets one of its own), made as they are
     needed: masks may be large. `kernel`: computes attention without them."""
-    offsets = np.cumsum([0, *(len(span.asked) for span in spans)]).tolist()
-    builder = _PackBuilder(max_tokens, kernel)
-    for i in sorted(range(len(spans)), key=lambda i: (spans[i].group, spans[i].ids.tolist())):
-        if len(spans[i].asked) == 0:
-            continue
-        if not builder.add(spans[i], offsets[i]):
-            yield builder.build()
-            builder = _PackBuilder(max_tokens, kernel)
-            builder.add(spans[i], offsets[i])
-    if builder.tokens:
-        yield builder.build()
+    if any(len(span.asked) for span in spans):
+        sequences = _Sequences.of(spans)
+        for tries in sequences.cut(max_tokens, always_join=kernel is not None):
+            yield tries.in_bins(max_tokens) if kernel is None else tries.in_segments(kernel)
 
 
 @dataclass
 class Pack:
-    """Tokens of one forward pass; `sources[n]` predicts `targets[n]`, asked position number `order[n]` of all."""
+    """Tokens of one forward pass; those of `sources` predict `picks`, asked positions `order` of all."""
 
     ids: Tensor
     positions: Tensor
     rows: "list[_Row]"
     sources: Tensor
-    targets: Tensor
+    picks: Picks
     order: Tensor
     tokens: int
     """Without padding."""
@@ -147,7 +127,7 @@ class Pack:
             positions=to_device(self.positions, device),
             rows=[row.on(device) for row in self.rows],
             sources=to_device(self.sources, device),
-            targets=to_device(self.targets, device),
+            picks=self.picks.on(device),
             order=to_device(self.order, device),
             tokens=self.tokens,
         )
@@ -220,88 +200,159 @@ def _capped_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: floa
     return scores.float().softmax(dim=-1).to(q.dtype) @ v
 
 
-class _PackBuilder:
-    """Collects tries into bins until the token budget is spent."""
+@dataclass(frozen=True)
+class _Sequences:
+    """What is asked of sequences, sorted: the longest prefix that one shares with any before is with its neighbour."""
 
-    def __init__(self, max_tokens: int, kernel: VarlenKernel | None) -> None:
-        self.max_tokens = max_tokens
-        self._kernel = kernel
-        self.tokens = 0
-        self._bins: list[_Bin] = []
-        self._group: int | None = None
-        self._asked: list[_Asked] = []
+    ids: Array
+    """Of all of them, one after the other, each up to its last asked position."""
+    starts: Array
+    lengths: Array
+    """Tokens that are computed: all before the last asked position."""
+    shared: Array
+    """How many of these are those of the sequence before; 0 where that is of another group."""
+    asked: Array
+    """Of all of them."""
+    counts: Array
+    """Of asked positions."""
+    order: Array
+    """The numbers of the asked positions among those of the batch."""
 
-    def add(self, span: Span, offset: int) -> bool:
-        """Add the tokens that predict the asked positions of `span`; False when the budget does not allow it."""
-        ids = span.ids[: int(span.asked[-1])]
-        kept = self._bins[-1].tries[-1].shared(ids) if span.group == self._group else 0
-        joins = kept > 0 and (self._kernel is not None or _saves(self._bins[-1].tries[-1].size, len(ids), kept))
-        cost = len(ids) - kept if joins else len(ids)
-        if self.tokens and self.tokens + cost > self.max_tokens:
-            return False
-        if not joins:
-            self._open_trie(len(ids))
-            self._group = span.group
-        last = self._bins[-1]
-        before = last.size - last.tries[-1].size
-        path = last.tries[-1].add(ids, kept if joins else 0)
-        self._asked.append(_Asked(last, path[span.asked - 1] + before, span.ids[span.asked], offset))
-        last.size += cost
-        self.tokens += cost
-        return True
-
-    def build(self) -> Pack:
-        if self._kernel is not None:
-            return self._build_segments(self._kernel)
-        rows: list[_Row] = []
-        starts, ids, depths, at = {}, [], [], 0
-        for members in self._rows():
-            size = members[0].size
-            rows.append(_BinRow(len(members), size, _mask(members)))
-            for each in members:
-                starts[id(each)] = at
-                padding = np.zeros(size - each.size, dtype=np.int64)
-                ids += [part for trie in each.tries for part in trie.ids] + [padding]
-                depths += [part for trie in each.tries for part in trie.depths] + [padding]
-                at += size
-        return self._pack(ids, depths, rows, starts)
-
-    def _build_segments(self, kernel: VarlenKernel) -> Pack:
-        tries, starts, segments, at = [], {}, [], 0
-        for each in self._bins:
-            starts[id(each)] = at
-            for trie in each.tries:
-                tries.append(trie)
-                segments += [(new, keys + at) for new, keys in trie.segments()]
-                at += trie.size
-        row = SegmentRow.of(kernel, [new for new, _ in segments], [keys for _, keys in segments])
-        ids, depths = [part for trie in tries for part in trie.ids], [part for trie in tries for part in trie.depths]
-        return self._pack(ids, depths, [row], starts)
-
-    def _pack(self, ids: list[Array], depths: list[Array], rows: "list[_Row]", starts: dict[int, int]) -> Pack:
-        """`starts`: of each bin among the tokens."""
-        return Pack(
-            ids=_joined(ids),
-            positions=_joined(depths),
-            rows=rows,
-            sources=_joined([asked.nodes + starts[id(asked.bin)] for asked in self._asked]),
-            targets=_joined([asked.targets for asked in self._asked]),
-            order=_joined([np.arange(asked.offset, asked.offset + len(asked.nodes)) for asked in self._asked]),
-            tokens=self.tokens,
+    @classmethod
+    def of(cls, spans: Sequence[Span]) -> "_Sequences":
+        asking = [i for i, span in enumerate(spans) if len(span.asked)]
+        keys = _byte_strings([spans[i].ids for i in asking])
+        asking = [asking[place] for place in sorted(range(len(keys)), key=lambda n: (spans[asking[n]].group, keys[n]))]
+        chosen = [spans[i] for i in asking]
+        lengths = np.array([span.asked[-1] for span in chosen])
+        ids = np.concatenate([span.ids[: length + 1] for span, length in zip(chosen, lengths.tolist(), strict=True)])
+        starts = _starts(lengths + 1)
+        groups = np.array([span.group for span in chosen])
+        counts = np.array([len(span.asked) for span in chosen])
+        offsets = _starts(np.array([len(span.asked) for span in spans]))[asking]
+        return cls(
+            ids=ids.astype(np.int64, copy=False),
+            starts=starts,
+            lengths=lengths,
+            shared=np.append(0, _common_prefixes(ids, starts, lengths) * (groups[1:] == groups[:-1])),
+            asked=np.concatenate([span.asked for span in chosen]),
+            counts=counts,
+            order=_ranges(offsets, counts),
         )
 
-    def _open_trie(self, length: int) -> None:
-        if self._bins and self._bins[-1].size + length <= BIN_TOKENS:
-            self._bins[-1].tries.append(_TokenTrie())
-        else:
-            self._bins.append(_Bin())
+    def cut(self, max_tokens: int, *, always_join: bool) -> "Iterator[_Tries]":
+        """The sequences of each pass. Not every one joins the trie before it, if not told so."""
+        kept: list[int] = []
+        bins: list[int] = []
+        first, tokens, in_trie, in_bin, bin_number = 0, 0, 0, 0, -1
+        for number, (length, shared) in enumerate(zip(self.lengths.tolist(), self.shared.tolist(), strict=True)):
+            joins = bool(kept) and shared > 0 and (always_join or _saves(in_trie, length, shared))
+            new = length - shared if joins else length
+            if kept and tokens + new > max_tokens:
+                yield _Tries(self, first, np.array(kept), np.array(bins))
+                kept, bins, joins, new = [], [], False, length
+                first, tokens, bin_number = number, 0, -1
+            if not joins:
+                in_trie = 0
+                if not kept or in_bin + length > BIN_TOKENS:
+                    in_bin, bin_number = 0, bin_number + 1
+            kept.append(length - new)
+            bins.append(bin_number)
+            tokens, in_trie, in_bin = tokens + new, in_trie + new, in_bin + new
+        yield _Tries(self, first, np.array(kept), np.array(bins))
 
-    def _rows(self) -> "list[list[_Bin]]":
-        """Bins that are computed together, the largest first; only equal ones if the budget has no room for padding."""
-        padded = _alike(self._bins, FILLED_SHARE)
-        if sum(len(members) * members[0].size for members in padded) <= max(self.max_tokens, self._bins[0].size):
-            return padded
-        return _alike(self._bins, 1.0)
+
+@dataclass(frozen=True)
+class _Tries:
+    """The tries of a pass. Node by node they are the tokens that sequences do not share with those before."""
+
+    all: _Sequences
+    first: int
+    """The sequence that the pass begins with."""
+    kept: Array
+    """Tokens that each sequence of the pass shares with the one before; 0 = it begins a trie."""
+    bins: Array
+    """Which bin each is in, from 0."""
+
+    def in_bins(self, max_tokens: int) -> Pack:
+        sizes = np.bincount(self.bins, self._new).astype(np.int64)
+        begins, ends = _starts(sizes), self._subtree_ends()
+        is_plain = np.minimum.reduceat(ends, begins) == begins + sizes
+        rows: list[_Row] = []
+        places = np.empty(len(ends), np.int64)
+        """Of the nodes among the tokens, padding included."""
+        at = 0
+        for members in _rows_of_bins(sizes, is_plain, max_tokens):
+            size = int(sizes[members[0]])
+            nodes = _ranges(begins[members], sizes[members])
+            within = _ranges(np.arange(len(members)) * size, sizes[members])
+            places[nodes] = at + within
+            below = np.ones(len(members) * size, np.int64)
+            below[within] = ends[nodes] - nodes
+            mask = None if is_plain[members[0]] else _mask(below.reshape(-1, size))
+            rows.append(_BinRow(len(members), size, mask))
+            at += len(members) * size
+        return self._pack(rows, places, at)
+
+    def in_segments(self, kernel: VarlenKernel) -> Pack:
+        has_new = np.flatnonzero(self._new)
+        lengths = self._lengths[has_new]
+        keys = self._nodes(np.repeat(has_new, lengths), _ranges(np.zeros_like(lengths), lengths))
+        row = SegmentRow.of(kernel, self._new[has_new].tolist(), np.split(keys, lengths.cumsum()[:-1]))
+        return self._pack([row], np.arange(row.tokens), row.tokens)
+
+    def _pack(self, rows: "list[_Row]", places: Array, total: int) -> Pack:
+        """`places`: of the nodes among `total` tokens, the rest of which is padding."""
+        ids, positions = np.zeros(total, np.int64), np.zeros(total, np.int64)
+        ids[places] = self.all.ids[_ranges(self.all.starts[self._own] + self.kept, self._new)]
+        positions[places] = _ranges(self.kept, self._new)
+        counts, first = self.all.counts[self._own], int(self.all.counts[: self.first].sum())
+        asked = slice(first, first + int(counts.sum()))
+        sequence = np.repeat(np.arange(len(counts)), counts)
+        sources = places[self._nodes(sequence, self.all.asked[asked] - 1)]
+        targets = self.all.ids[self.all.starts[self._own][sequence] + self.all.asked[asked]]
+        by_source = np.argsort(sources, kind="stable")
+        sources, rows_of_head = np.unique(sources[by_source], return_inverse=True)
+        return Pack(
+            ids=torch.from_numpy(ids),
+            positions=torch.from_numpy(positions),
+            rows=rows,
+            sources=torch.from_numpy(sources),
+            picks=Picks.of(rows_of_head, targets[by_source]),
+            order=torch.from_numpy(self.all.order[asked][by_source]),
+            tokens=len(places),
+        )
+
+    @property
+    def _own(self) -> slice:
+        return slice(self.first, self.first + len(self.kept))
+
+    @property
+    def _lengths(self) -> Array:
+        return self.all.lengths[self._own]
+
+    @property
+    def _new(self) -> Array:
+        """Nodes that each sequence adds."""
+        return self._lengths - self.kept
+
+    def _nodes(self, sequences: Array, positions: Array) -> Array:
+        """The node of a position of a sequence: its own, or of the last before it that begins to differ earlier."""
+        before = _nearest_smaller(self.kept)
+        sequences = sequences.copy()
+        while len(shared := np.flatnonzero(positions < self.kept[sequences])):
+            sequences[shared] = before[sequences[shared]]
+        return _starts(self._new)[sequences] + positions - self.kept[sequences]
+
+    def _subtree_ends(self) -> Array:
+        """Of every node, that after the last one below it: where a later sequence differs at its depth or earlier."""
+        kept = np.append(self.kept, 0)
+        after = len(kept) - 1 - _nearest_smaller(kept[::-1])[::-1]
+        following = np.repeat(np.arange(1, len(kept)), self._new)
+        depths = _ranges(self.kept, self._new)
+        while len(deeper := np.flatnonzero(kept[following] > depths)):
+            following[deeper] = after[following[deeper]]
+        return np.append(_starts(self._new), self._new.sum())[following]
 
 
 def _saves(size: int, length: int, kept: int) -> bool:
@@ -310,130 +361,68 @@ def _saves(size: int, length: int, kept: int) -> bool:
     return new * (2 * size + new) - length**2 <= PAIRS_PER_TOKEN * kept
 
 
-def _joined(parts: list[Array]) -> Tensor:
-    return torch.from_numpy(np.concatenate(parts).astype(np.int64))
+def _rows_of_bins(sizes: Array, is_plain: Array, max_tokens: int) -> list[list[int]]:
+    """Bins that are computed together, the largest first; only equal ones if the budget has no room for padding."""
+    padded = _alike(sizes, is_plain, FILLED_SHARE)
+    if sum(len(members) * sizes[members[0]] for members in padded) <= max(max_tokens, sizes[0]):
+        return padded
+    return _alike(sizes, is_plain, 1.0)
 
 
-class _Bin:
-    """Tries that are computed together; the nodes of a later one follow those of an earlier."""
-
-    def __init__(self) -> None:
-        self.tries = [_TokenTrie()]
-        self.size = 0
-
-    @property
-    def is_plain(self) -> bool:
-        return len(self.tries) == 1 and self.tries[0].is_plain
-
-    def unmask(self, mask: Array, triangle: Array) -> None:
-        """Write 0 into `mask` where a token of the bin attends to another."""
-        start = 0
-        for trie in self.tries:
-            end = start + trie.size
-            trie.unmask(mask[start:end, start:end], triangle)
-            start = end
-        mask[start:, 0] = 0.0  # padding that attends to nothing would become NaN
-
-
-def _alike(bins: list[_Bin], share: float) -> list[list[_Bin]]:
+def _alike(sizes: Array, is_plain: Array, share: float) -> list[list[int]]:
     """Plain bins apart from others; the members of a row fill at least `share` of its largest."""
-    rows: list[list[_Bin]] = []
-    for each in sorted(bins, key=lambda each: (each.is_plain, -each.size)):
-        if rows and rows[-1][0].is_plain == each.is_plain and each.size >= share * rows[-1][0].size:
+    rows: list[list[int]] = []
+    for each in np.lexsort((-sizes, is_plain)).tolist():
+        if rows and is_plain[rows[-1][0]] == is_plain[each] and sizes[each] >= share * sizes[rows[-1][0]]:
             rows[-1].append(each)
         else:
             rows.append([each])
     return rows
 
 
-def _mask(bins: list[_Bin]) -> Tensor | None:
-    """None = plainly causal; padding is at the end of a bin, where nothing attends to it."""
-    if bins[0].is_plain:
-        return None
-    size = bins[0].size
-    longest = max(trie.longest for each in bins for trie in each.tries)
-    triangle = np.triu(np.full((longest, longest), -np.inf, dtype=np.float32), k=1)
-    masks = np.full((len(bins), 1, size, size), -np.inf, dtype=np.float32)
-    for each, mask in zip(bins, masks[:, 0], strict=True):
-        each.unmask(mask, triangle)
-    return torch.from_numpy(masks)
+def _mask(below: Array) -> Tensor:
+    """Who attends to whom in a row of bins, by how many tokens are below each [bins,size], itself among them.
+
+    Padding has nothing else below it: what attends to nothing would become NaN.
+    """
+    numbers = np.arange(below.shape[1])
+    ends = (numbers + below)[:, None, None]
+    is_ancestor = (numbers <= numbers[:, None]) & (numbers[:, None] < ends)
+    return torch.from_numpy(np.where(is_ancestor, np.float32(0), np.float32(-np.inf)))
 
 
-@dataclass
-class _Asked:
-    """Asked positions of a sequence."""
-
-    bin: _Bin
-    nodes: Array
-    """Of the bin: they predict the positions."""
-    targets: Array
-    offset: int
-    """Number of the first among those of the whole batch."""
+def _byte_strings(sequences: list[Array]) -> list[bytes]:
+    """They compare as the sequences do, whose ids are not negative, and faster."""
+    joined = np.concatenate(sequences).astype(">i8").tobytes()
+    ends = [8 * end for end in accumulate(map(len, sequences))]
+    return [joined[start:end] for start, end in pairwise((0, *ends))]
 
 
-_NodeRange = tuple[int, int]
-"""Nodes from the first number up to the second."""
+def _common_prefixes(ids: Array, starts: Array, lengths: Array) -> Array:
+    """How many tokens each sequence but the first has in common with the one before it."""
+    compared = np.minimum(lengths[1:], lengths[:-1])
+    differ = np.flatnonzero(ids[_ranges(starts[1:], compared)] != ids[_ranges(starts[:-1], compared)])
+    begins = _starts(compared)
+    first = np.append(differ, compared.sum())[np.searchsorted(differ, begins)]
+    return np.minimum(first - begins, compared)
 
 
-class _TokenTrie:
-    """Takes sorted sequences: in sorted order the longest shared prefix is always with the previous sequence."""
-
-    def __init__(self) -> None:
-        self.ids: list[Array] = []
-        self.depths: list[Array] = []
-        self.size = 0
-        self.is_plain = True
-        """Each sequence continues the one before: a token attends to all nodes before it."""
-        self._paths: list[list[_NodeRange]] = []
-        """Per sequence; the last range is new."""
-        self._last = np.empty(0, dtype=np.int64)
-        self._last_path = np.empty(0, dtype=np.int64)
-
-    @property
-    def longest(self) -> int:
-        """The most tokens that a sequence does not share with earlier ones."""
-        return max(len(part) for part in self.ids)
-
-    def shared(self, ids: Array) -> int:
-        """How many tokens `ids` has in common with the last sequence."""
-        length = min(len(ids), len(self._last))
-        if length == 0:
-            return 0
-        differs = ids[:length] != self._last[:length]
-        first = int(differs.argmax())
-        return first if differs[first] else length
-
-    def add(self, ids: Array, kept: int) -> Array:
-        """Add a sequence that shares its first `kept` tokens; return the node of each of its tokens."""
-        end = self.size + len(ids) - kept
-        self.is_plain = self.is_plain and kept == self.size
-        self._last_path = np.concatenate((self._last_path[:kept], np.arange(self.size, end)))
-        self.ids.append(ids[kept:])
-        self.depths.append(np.arange(kept, len(ids)))
-        known = _cut(self._paths[-1], kept) if self._paths else []
-        self._paths.append([*known, (self.size, end)])
-        self._last, self.size = ids, end
-        return self._last_path
-
-    def segments(self) -> list[tuple[int, Array]]:
-        """Per sequence with new nodes: how many, and its whole path, of which they are the end."""
-        paths = [path for path in self._paths if path[-1][0] < path[-1][1]]
-        return [(path[-1][1] - path[-1][0], np.concatenate([np.arange(*nodes) for nodes in path])) for path in paths]
-
-    def unmask(self, mask: Array, triangle: Array) -> None:
-        """Write 0 into `mask[size,size]` where a node attends to another; `triangle` has -inf above its diagonal."""
-        for *known, (start, end) in self._paths:
-            for first, last in known:
-                mask[start:end, first:last] = 0.0
-            mask[start:end, start:end] = triangle[: end - start, : end - start]
+def _nearest_smaller(values: Array) -> Array:
+    """For each the number of the last before it that is smaller; 0 where there is none."""
+    found, smaller = [], [(-1, 0)]
+    for number, value in enumerate(values.tolist()):
+        while smaller[-1][0] >= value:
+            smaller.pop()
+        found.append(smaller[-1][1])
+        smaller.append((value, number))
+    return np.array(found)
 
 
-def _cut(path: list[_NodeRange], length: int) -> list[_NodeRange]:
-    """The first `length` nodes of a path."""
-    kept: list[_NodeRange] = []
-    for start, end in path:
-        if length <= 0:
-            break
-        kept.append((start, min(end, start + length)))
-        length -= end - start
-    return kept
+def _starts(lengths: Array) -> Array:
+    """Where each of consecutive parts begins."""
+    return lengths.cumsum() - lengths
+
+
+def _ranges(starts: Array, lengths: Array) -> Array:
+    """`lengths[i]` numbers from `starts[i]` on, for all i, one after the other."""
+    return np.repeat(starts - _starts(lengths), lengths) + np.arange(lengths.sum())

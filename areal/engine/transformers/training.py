@@ -11,7 +11,8 @@ from torch import Tensor
 
 from areal.api.messages import Array
 from areal.engine.model.published import NamedTensors
-from areal.engine.training.packing import Span, token_logprobs
+from areal.engine.training.head import Temperatures, token_logprobs
+from areal.engine.training.packing import Span
 from areal.engine.transformers.images import Images
 from areal.engine.transformers.model import TransformersModel
 
@@ -61,7 +62,7 @@ class TransformersTraining:
         if part:
             yield self._pass(part)
 
-    def scores(self, part: PaddedPass, temperatures: Tensor) -> Tensor:
+    def scores(self, part: PaddedPass, temperatures: Temperatures) -> Tensor:
         if self.model.value_head:
             return self.model.values(part.ids)[part.picks[0], part.columns[part.picks[1]]]
         logits = self.model.logits(part.ids, part.images, part.columns)
