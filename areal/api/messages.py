@@ -1,6 +1,7 @@
 """What travels between the driver, the rollout workers and the engine. Plain dataclasses; arrays are numpy."""
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -165,12 +166,12 @@ class Episode:
     @property
     def oldest_version(self) -> int | None:
         """The weight version of the oldest trained token; None if no token is trained."""
-        return min((int(versions.min()) for versions in self._trained_versions()), default=None)
+        return self._trained[1]
 
     @property
     def newest_version(self) -> int | None:
         """The same of the newest."""
-        return max((int(versions.max()) for versions in self._trained_versions()), default=None)
+        return self._trained[2]
 
     @property
     def truncated(self) -> bool:
@@ -180,10 +181,16 @@ class Episode:
     @property
     def trained_tokens(self) -> int:
         """Sampled tokens that are trained."""
-        return sum(int(row.loss_mask.sum()) for row in self.rows)
+        return self._trained[0]
 
-    def _trained_versions(self) -> list[Array]:
-        return [row.versions[row.loss_mask] for row in self.rows if row.loss_mask.any()]
+    @cached_property
+    def _trained(self) -> tuple[int, int | None, int | None]:
+        """How many tokens are trained, and the oldest and newest of their versions.
+
+        They are asked for again and again, by when all of an episode is known.
+        """
+        versions = np.concatenate([row.versions[row.loss_mask] for row in self.rows] or [np.empty(0, np.int32)])
+        return (len(versions), int(versions.min()), int(versions.max())) if len(versions) else (0, None, None)
 
 
 @dataclass

@@ -264,7 +264,7 @@ def step_figures(groups: Sequence[GroupResult], version: int, policy: Mapping[st
     """Figures of a batch that was trained at `version`, together with those of the update itself."""
     episodes = [episode for group in groups for episode in group.episodes]
     rewards = np.array([episode.reward for episode in episodes])
-    oldest = np.array([each.oldest_version for each in episodes if each.oldest_version is not None])
+    oldest = np.array([oldest for each in episodes if (oldest := each.oldest_version) is not None])
     figures = {
         "reward": float(rewards.mean()),
         "staleness": float((version - oldest).mean()),

@@ -123,8 +123,9 @@ class _StepLines:
             self._catch_up(rows[-1]["step"])
             return
         try:
-            for row in rows:
-                self._file.write(_line(row))
+            unwritten = memoryview(b"".join(map(_line, rows)))
+            while unwritten:
+                unwritten = unwritten[self._file.write(unwritten) :]
         except OSError as error:
             self._fall_behind(error)
 

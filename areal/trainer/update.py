@@ -14,7 +14,7 @@ Advantages are taken within groups, or against the values of a critic, which the
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
@@ -176,15 +176,16 @@ class TrainRow:
 
 def rows_of_groups(groups: Sequence[GroupResult]) -> list[TrainRow]:
     """Every row, its completions and the groups that are compared numbered through the batch."""
-    rows, completions = [], 0
+    episodes = [(number, episode.rows) for number, group in enumerate(groups) for episode in group.episodes]
+    numbers = [row.completion_index for _, rows in episodes for row in rows]
+    starts = _starts([sum(map(len, (row.completion_index for row in rows))) for _, rows in episodes])
+    completions = _starts(np.maximum.reduceat(np.concatenate(numbers), starts) + 1) if episodes else ()
     peers: dict[tuple[int, int | None], int] = {}
-    for number, group in enumerate(groups):
-        for episode in group.episodes:
-            for row in episode.rows:
-                place = peers.setdefault((number, row.group_id), len(peers))
-                rows.append(TrainRow(row, number, place, completions))
-            completions += 1 + max(int(row.completion_index.max()) for row in episode.rows)
-    return rows
+    return [
+        TrainRow(row, number, peers.setdefault((number, row.group_id), len(peers)), first)
+        for (number, rows), first in zip(episodes, map(int, completions), strict=True)
+        for row in rows
+    ]
 
 
 def token_batch(rows: Sequence[TrainRow], actor: ActorConfig, critic: ValueUpdate | None = None) -> TokenBatch:
@@ -192,12 +193,13 @@ def token_batch(rows: Sequence[TrainRow], actor: ActorConfig, critic: ValueUpdat
 
     Truncated completions that are masked count for the advantages of the others.
     """
-    masks = [each.row.loss_mask for each in rows]
-    counts = [int(mask.sum()) for mask in masks]
+    lengths = [len(each.row.loss_mask) for each in rows]
+    trained = np.flatnonzero(np.concatenate([each.row.loss_mask for each in rows]))
+    ends = np.searchsorted(trained, np.cumsum(lengths))
+    counts = np.diff(ends, prepend=0)
 
     def gather(name: str) -> Tensor:
-        parts = [getattr(each.row, name)[mask] for each, mask in zip(rows, masks, strict=True)]
-        return torch.from_numpy(np.concatenate(parts))
+        return torch.from_numpy(np.concatenate([getattr(each.row, name) for each in rows])[trained])
 
     def spread(values: Sequence[int]) -> Tensor:
         return torch.from_numpy(np.repeat(values, counts))
@@ -211,9 +213,10 @@ def token_batch(rows: Sequence[TrainRow], actor: ActorConfig, critic: ValueUpdat
         "versions": gather("versions"),
         "unreported": spread([each.row.recompute_logprobs for each in rows]),
     }
+    places = trained - np.repeat(_starts(lengths), counts)
     spans = [
-        Span(each.row.input_ids, np.flatnonzero(mask), each.group, tuple(each.row.images))
-        for each, mask in zip(rows, masks, strict=True)
+        Span(each.row.input_ids, places[begin:end], each.group, tuple(each.row.images))
+        for each, (begin, end) in zip(rows, pairwise((0, *ends.tolist())), strict=True)
     ]
     batch = TokenBatch(spans, gather("temperatures"), fields)
     returns = gather("returns")
@@ -221,7 +224,7 @@ def token_batch(rows: Sequence[TrainRow], actor: ActorConfig, critic: ValueUpdat
         returns = critic.advantages(batch, returns, completions)
     fields["advantages"] = group_advantages(returns, peers, actor.group_baseline, actor.adv_norm, completions)
     if actor.mask_truncated:
-        truncated = np.concatenate([each.row.truncated_tokens()[mask] for each, mask in zip(rows, masks, strict=True)])
+        truncated = np.concatenate([each.row.truncated_tokens() for each in rows])[trained]
         batch = _select(batch, torch.from_numpy(~truncated))
     batch.fields["weights"] = loss_weights(batch.fields.pop("completions"), actor.loss_norm)
     return batch
@@ -263,13 +266,26 @@ def without_zero_advantages(batch: TokenBatch) -> TokenBatch:
 
 def _select(batch: TokenBatch, kept: Tensor) -> TokenBatch:
     """The tokens that are kept, and the sequences that have any."""
-    parts = kept.split([len(span.asked) for span in batch.spans]) if batch.spans else ()
+    if not batch.spans or bool(kept.all()):
+        return TokenBatch(_with_any(batch.spans), batch.temperatures, dict(batch.fields))
+    places = np.flatnonzero(kept.numpy())
+    asked = np.concatenate([span.asked for span in batch.spans])[places]
+    ends = np.searchsorted(places, np.cumsum([len(span.asked) for span in batch.spans])).tolist()
     spans = [
-        replace(span, asked=span.asked[part.numpy()])
-        for span, part in zip(batch.spans, parts, strict=True)
-        if part.any()
+        Span(span.ids, asked[begin:end], span.group, span.images)
+        for span, (begin, end) in zip(batch.spans, pairwise((0, *ends)), strict=True)
     ]
-    return TokenBatch(spans, batch.temperatures[kept], {name: values[kept] for name, values in batch.fields.items()})
+    fields = {name: values[kept] for name, values in batch.fields.items()}
+    return TokenBatch(_with_any(spans), batch.temperatures[kept], fields)
+
+
+def _with_any(spans: Sequence[Span]) -> list[Span]:
+    return [span for span in spans if len(span.asked)]
+
+
+def _starts(lengths: Sequence[int] | Array) -> Array:
+    """Where each of consecutive parts begins."""
+    return np.cumsum(lengths) - lengths
 
 
 def _per_token(batch: TokenBatch, values: Sequence[int]) -> Tensor:

@@ -173,13 +173,14 @@ def _build_array(values: list[Any]) -> "np.ndarray[Any, Any]":
     import numpy as np
 
     name, data, *shape = values
-    if not isinstance(name, str) or not all(type(side) is int and side >= 0 for side in shape):
+    if type(name) is not str or not all(type(side) is int and side >= 0 for side in shape):
         raise TypeError(f"received an array of type {shown(name, SHOWN_CHARACTERS)} and shape {shown(shape)}")
     dtype = np.dtype(name)
     if dtype.kind not in ARRAY_KINDS:
         raise TypeError(f"arrays on a wire hold numbers or booleans, received dtype {dtype}")
     # A copy, because an array that cannot be written to surprises its owner (torch warns on each one).
-    return np.frombuffer(data, dtype=dtype).reshape(shape).copy()
+    found = np.frombuffer(data, dtype=dtype).copy()
+    return found if shape == [len(found)] else found.reshape(shape)
 
 
 _TUPLES = _Form("tuple", lambda value: value, tuple)
@@ -197,6 +198,7 @@ def _form_of(cls: type, omitted: Collection[str]) -> _Form:
         raise TypeError(f"a wire carries dataclasses and enums, got {cls!r}")
     fields = dataclasses.fields(cls)
     names = [field.name for field in fields if field.name not in omitted]
+    is_slotted = hasattr(cls, "__slots__")
     defaults = [(field.name, _default_of(field)) for field in fields if field.name in omitted]
 
     def build(values: list[Any]) -> Any:
@@ -206,10 +208,14 @@ def _form_of(cls: type, omitted: Collection[str]) -> _Form:
                 "both ends must run the same version"
             )
         built = object.__new__(cls)
-        for name, value in zip(names, values, strict=True):
-            object.__setattr__(built, name, value)  # also right for frozen and slotted classes
+        known = dict(zip(names, values, strict=True))
         for name, default in defaults:
-            object.__setattr__(built, name, default())
+            known[name] = default()
+        if is_slotted:
+            for name, value in known.items():
+                object.__setattr__(built, name, value)  # also right for frozen classes
+        else:
+            built.__dict__.update(known)
         return built
 
     if len(names) > 1:

@@ -6,7 +6,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
-from dataclasses import replace
+from copy import copy
 from functools import partial
 from itertools import pairwise
 from typing import Any, TypeGuard
@@ -155,11 +155,13 @@ class RecordingEngine:
                     yield chunk
 
     def _adjusted(self, req: ModelRequest) -> ModelRequest:
-        changes: dict[str, Any] = {"greedy": True} if self._greedy else {}
+        """A copy, whose other fields were checked when the request was made and are not checked again."""
+        adjusted, gconfig = copy(req), copy(req.gconfig)
+        gconfig.greedy = gconfig.greedy or self._greedy
         if self._seeds is not None:
-            changes["seed"] = self._seeds.next(req.input_ids, req.gconfig.seed)
-        gconfig = req.gconfig.new(**changes) if changes else req.gconfig
-        return replace(req, gconfig=gconfig, session=req.session or self._session)
+            gconfig.seed = self._seeds.next(req.input_ids, req.gconfig.seed)
+        adjusted.gconfig, adjusted.session = gconfig, req.session or self._session
+        return adjusted
 
     @contextmanager
     def _keeping_seed(self, req: ModelRequest) -> Iterator[None]:
