@@ -20,9 +20,6 @@ MOMENTS = 2
 
 HEAD_ELEMENTS = 1 << 24
 """As in training/head.py: logits of so many elements are held at once."""
-LOGIT_COPIES = 4
-"""The logits by their temperature, and three of their size in the backward pass of logsumexp: `self - result`, its
-exponential, and that times the gradient live until the end of one C++ expression."""
 HEAP_BLOCK_BYTES = 32 << 20
 """glibc's largest threshold: it maps blocks from this size on, whatever it has learnt."""
 HEAP_SHARE = 0.5
@@ -166,7 +163,7 @@ def heap_bytes(shape: ModelShape, training: Training) -> int:
     tokens, layers = training.tokens, 1 if training.checkpointing else shape.num_layers
     small = sum(block for block in _layer_blocks(shape, training) if tokens * block < HEAP_BLOCK_BYTES)
     logits = FLOAT_BYTES * _logit_rows(shape, training) * shape.vocab_size
-    return int(HEAP_SHARE * (layers * tokens * small + (LOGIT_COPIES * logits if logits < HEAP_BLOCK_BYTES else 0)))
+    return int(HEAP_SHARE * (layers * tokens * small + (logits if logits < HEAP_BLOCK_BYTES else 0)))
 
 
 def _mask_bytes(shape: ModelShape, training: Training) -> int:
@@ -189,15 +186,20 @@ def trie_tokens(prompt: int, answer: int, samples: int) -> int:
 
 
 def _head_bytes(shape: ModelShape, training: Training) -> int:
-    """The logits of a piece of the tokens, then the gradient of the head's matrix.
+    """The logits of a piece of the tokens (training/head.py), and the gradient of the head's matrix.
 
-    If there are several pieces, autograd sums their gradients up before it adds them to those of earlier passes.
+    Logits become exponentials, and these their gradient, in one place. With bfloat16 they come and go in a copy of it.
+    A module of transformers hands its logits over, so that there are two of them; and if there are several pieces,
+    autograd sums their gradients up before it adds them to those of earlier passes.
     """
     rows = _logit_rows(shape, training)
     logits = FLOAT_BYTES * rows * shape.vocab_size
     matrix = _head_matrix_bytes(shape, training)
+    if _packed(shape, training):
+        rounded = ITEM_BYTES["bfloat16"] / FLOAT_BYTES if training.item_bytes < FLOAT_BYTES else 0
+        return int((1 + rounded) * (logits + matrix))
     summed = matrix if rows < training.tokens else 0
-    return max(LOGIT_COPIES * logits + summed, 2 * logits + matrix + summed)
+    return max(2 * logits + summed, logits + matrix + summed)
 
 
 def _logit_rows(shape: ModelShape, training: Training) -> int:

@@ -11,7 +11,7 @@ Shapes: R rows, D hidden, V vocabulary, N asked tokens.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from areal.engine.model.device import to_device
 HEAD_ELEMENTS = 1 << 24
 """Logits held at once: rows times vocabulary."""
 
-Temperatures = Tensor | float
+Temperatures: TypeAlias = Tensor | float
 """One for each asked token, or one for all."""
 
 
@@ -135,7 +135,9 @@ class _LogitsLogProbs(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, given: Tensor) -> Any:
-        return _logits_gradient(*ctx.saved_tensors, *ctx.asked, given).to(ctx.dtype), None, None
+        powers, sums = ctx.saved_tensors
+        picks, temperatures = ctx.asked
+        return _logits_gradient(powers, sums, picks, temperatures, given).to(ctx.dtype), None, None
 
 
 class _HeadLogProbs(torch.autograd.Function):
@@ -143,8 +145,10 @@ class _HeadLogProbs(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, head: Tensor, picks: Picks, temperatures: Temperatures, keep: bool) -> Tensor:
         ctx.asked, ctx.dtype = (picks, temperatures), _product_dtype(hidden)
         states, matrix = hidden.to(ctx.dtype), head.to(ctx.dtype)
-        found, softmax = [], []
+        found: list[Tensor] = []
+        softmax: list[Tensor] = []
         for rows, _, own in picks.pieces(len(head)):
+            softmax.clear()  # that of a piece, before there are the logits of the next
             logprobs, *softmax = _softmax(_logits(states[rows], matrix), own, of_rows(temperatures, rows))
             found.append(logprobs)
         ctx.save_for_backward(hidden, head, *(softmax if keep and len(found) == 1 else ()))
@@ -163,6 +167,7 @@ class _HeadLogProbs(torch.autograd.Function):
             of_logits = _logits_gradient(powers, sums, own, at, given[asked]).to(ctx.dtype)
             of_states[rows] = of_logits @ matrix
             of_head = _added(of_head, of_logits.t(), states[rows], head.dtype)
+            del powers, of_logits  # before there are the logits of the next piece
         return of_states.to(hidden.dtype), of_head, None, None, None
 
 

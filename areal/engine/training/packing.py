@@ -404,7 +404,8 @@ def _common_prefixes(ids: Array, starts: Array, lengths: Array) -> Array:
     differ = np.flatnonzero(ids[_ranges(starts[1:], compared)] != ids[_ranges(starts[:-1], compared)])
     begins = _starts(compared)
     first = np.append(differ, compared.sum())[np.searchsorted(differ, begins)]
-    return np.minimum(first - begins, compared)
+    found: Array = np.minimum(first - begins, compared)
+    return found
 
 
 def _nearest_smaller(values: Array) -> Array:
