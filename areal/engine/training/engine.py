@@ -39,6 +39,8 @@ Loss = Callable[[Tensor, dict[str, Tensor]], tuple[Tensor, Figures]]
 
 SUMMED_VALUES = 1 << 22
 """So many are held in double precision at a time."""
+SUMMED_IN_CACHE = 1 << 18
+"""The same on a CPU, whose cache holds these: from memory it takes twenty times as long."""
 
 
 @dataclass
@@ -329,9 +331,10 @@ def sum_of_squares(values: Tensor) -> Tensor:
 
     On a CPU torch's norm of float32 loses values: of 300 million equal ones it finds 128 in place of 173.
     """
-    pieces = values.detach().reshape(-1).split(SUMMED_VALUES)
-    exact = torch.float32 if values.device.type == "mps" else torch.float64
-    return torch.stack([piece.to(exact).square().sum() for piece in pieces]).sum()
+    kind = values.device.type
+    pieces = values.detach().reshape(-1).split(SUMMED_IN_CACHE if kind == "cpu" else SUMMED_VALUES)
+    exact = (piece.to(torch.float32 if kind == "mps" else torch.float64) for piece in pieces)
+    return torch.stack([torch.dot(piece, piece) for piece in exact]).sum()
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
