@@ -9,7 +9,10 @@ user code that asks for a client has nothing else in hand.
 """
 
 import asyncio
+import datetime
+import logging
 import os
+import time
 import urllib.request
 import weakref
 from collections.abc import AsyncGenerator, Mapping
@@ -96,8 +99,32 @@ def shareable_client(module: ModuleType, mounts: Mapping[str, Any] | None = None
     address; a loopback address without one is reached directly, whatever HTTP_PROXY says.
     """
     http: Any = module
+    default = http.USE_CLIENT_DEFAULT
+    logger = logging.getLogger(module.__name__)
+    inside = {_address(http.URL(origin)): transport for origin, transport in (mounts or {}).items()}
 
     class SharedClient(http.AsyncClient):
+        async def send(self, request: Any, *, stream: bool = False, auth: Any = default, **options: Any) -> Any:
+            """A call that stays in the process needs no redirects, cookies and credentials, and is spared them."""
+            transport = inside.get(_address(request.url))
+            if transport is None or stream or self._customised(request, auth) or logger.isEnabledFor(logging.INFO):
+                return await super().send(request, stream=stream, auth=auth, **options)
+            began = time.perf_counter()
+            try:
+                response = await transport.handle_async_request(request)
+            except http.RequestError as error:
+                error.request = request
+                raise
+            response.request = request
+            await response.aread()
+            response.elapsed = datetime.timedelta(seconds=time.perf_counter() - began)
+            return response
+
+        def _customised(self, request: Any, auth: Any) -> bool:
+            """Whether its users want more of it, or it was closed: then it does all that httpx does."""
+            credentials = request.url.userinfo or self.auth or not (auth is None or auth is default)
+            return credentials or self.is_closed or "timeout" not in request.extensions or any(self.event_hooks.values())
+
         async def aclose(self) -> None:
             """Leave it open: others share it."""
 
@@ -116,6 +143,10 @@ def shareable_client(module: ModuleType, mounts: Mapping[str, Any] | None = None
         timeout=http.Timeout(READ_SECONDS, connect=CONNECT_SECONDS),
         mounts={**direct, **(mounts or {})},
     )
+
+
+def _address(url: Any) -> tuple[str, bytes]:
+    return url.scheme, url.netloc
 
 
 def _new_aiohttp_session() -> "aiohttp.ClientSession":

@@ -7,7 +7,6 @@ health need a session's key; those that manage sessions (online.py) need the adm
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from functools import partial
 from typing import Any
 
 import orjson
@@ -16,17 +15,17 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from areal.api.errors import EngineError
 from areal.config.rollout import ProxyLimits
-from areal.proxy.delivery import Delivery, error_response
+from areal.proxy.delivery import Delivery, WholeAnswer, error_response, whole_error
 from areal.proxy.dialects import DIALECTS, chat
 from areal.proxy.dialects.base import Dialect, ParameterRules
 from areal.proxy.errors import ApiError, as_api_error, engine_failed
 from areal.proxy.generation import Generation
 from areal.proxy.online import SessionRoutes
-from areal.proxy.requests import keys_of, parse_object, read_body
+from areal.proxy.requests import Head, parse_object, read_body, read_head, require_size
 from areal.proxy.retries import Attempt
 from areal.proxy.sessions import Session, Sessions
 from areal.proxy.types import Call
@@ -42,6 +41,8 @@ CLIENT_CLOSED_REQUEST = 499
 
 
 class App:
+    """Calls of a model take a short way, over TCP and in process; all other requests go through Starlette's routes."""
+
     def __init__(
         self,
         sessions: Sessions,
@@ -55,16 +56,45 @@ class App:
         self._session_routes = session_routes
         self._limits = limits
         self._rules = ParameterRules(limits.max_choices, drop_params, generation.images)
+        self._routes = self._starlette()
 
-    def asgi(self) -> Starlette:
-        endpoints = [
-            *(
-                ("POST", path, _guarded(partial(self._converse, dialect), dialect))
-                for path, dialect in DIALECTS.items()
-            ),
-            ("GET", "/models", _guarded(self._models)),
-            ("GET", "/health", _guarded(self._health)),
-        ]
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        route = _conversation_route(scope["method"], scope["path"]) if scope["type"] == "http" else None
+        if route is None:
+            await self._routes(scope, receive, send)
+            return
+        dialect, token = route
+        answer: ASGIApp
+        try:
+            head = read_head(scope["headers"])
+            session = self._sessions.identify(token, head.keys)
+            raw = await read_body(receive, self._limits)
+            answer = await self._delivery(dialect, session, head, raw)
+        except ClientDisconnect:
+            answer = Response(status_code=CLIENT_CLOSED_REQUEST)
+        except Exception as error:
+            answer = error_response(dialect, as_api_error(error))
+        await answer(scope, receive, send)
+
+    async def answer(
+        self, method: str, path: str, headers: list[tuple[bytes, bytes]], body: bytes
+    ) -> WholeAnswer | ASGIApp:
+        """The answer to a client in this process; the app that gives it if it comes in parts or calls no model."""
+        route = _conversation_route(method, path)
+        if route is None:
+            return self._routes
+        dialect, token = route
+        try:
+            head = read_head(headers)
+            session = self._sessions.identify(token, head.keys)
+            require_size(len(body), self._limits)
+            delivery = await self._delivery(dialect, session, head, body)
+        except Exception as error:
+            return whole_error(dialect, as_api_error(error))
+        return delivery if delivery.streams else await delivery.whole()
+
+    def _starlette(self) -> Starlette:
+        endpoints = [("GET", "/models", _guarded(self._models)), ("GET", "/health", _guarded(self._health))]
         routes = [
             Route(prefix + path, endpoint, methods=[method])
             for method, path, endpoint in endpoints
@@ -75,19 +105,18 @@ class App:
             for method, path, endpoint in self._session_routes.endpoints()
             for prefix in ("", "/v1")
         ]
+        # Calls of a model do not come here: what does has another method, which is what the answer says.
+        routes += [Route(prefix + path, _no_route, methods=["POST"]) for path in DIALECTS for prefix in PREFIXES]
         app = Starlette(routes=routes, exception_handlers={HTTPException: _no_route})
         app.router.redirect_slashes = False
         return app
 
-    async def _converse(self, dialect: Dialect, request: Request) -> ASGIApp:
-        session = self._identify(request)
-        raw = await read_body(request, self._limits)
+    async def _delivery(self, dialect: Dialect, session: Session, head: Head, raw: bytes) -> Delivery:
         if len(raw) <= LONG_BODY:
             call = self._parse(dialect, raw)
         else:
             call = await self._generation.in_background(self._parse, dialect, raw)
-        attempt = Attempt.of(call.id_prefix, raw, request.headers)
-        return Delivery(self._generation, dialect, session, call, attempt)
+        return Delivery(self._generation, dialect, session, call, Attempt.of(call.id_prefix, raw, head))
 
     def _parse(self, dialect: Dialect, raw: bytes) -> Call:
         call = dialect.parse(parse_object(raw), self._rules)
@@ -107,11 +136,21 @@ class App:
         return _json({"status": "ok", "version": health.version})
 
     def _identify(self, request: Request) -> Session:
-        return self._sessions.identify(request.path_params.get("token"), keys_of(request))
+        return self._sessions.identify(request.path_params.get("token"), read_head(request.scope["headers"]).keys)
 
 
-def _guarded(endpoint: Endpoint, dialect: Dialect = chat) -> Endpoint:
-    """The endpoint with failures as answers of that dialect."""
+def _conversation_route(method: str, path: str) -> tuple[Dialect, str | None] | None:
+    """The dialect of a request that calls a model, and the token in its path. None = it does something else."""
+    token = None
+    if path.startswith("/s/"):
+        token, _, rest = path[3:].partition("/")
+        path = "/" + rest
+    dialect = DIALECTS.get(path.removeprefix("/v1").removeprefix("/v1"))
+    return None if dialect is None or method != "POST" or token == "" else (dialect, token)
+
+
+def _guarded(endpoint: Endpoint) -> Endpoint:
+    """The endpoint with failures as answers."""
 
     async def answer(request: Request) -> ASGIApp:
         try:
@@ -119,12 +158,12 @@ def _guarded(endpoint: Endpoint, dialect: Dialect = chat) -> Endpoint:
         except ClientDisconnect:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         except Exception as error:
-            return error_response(dialect, as_api_error(error))
+            return error_response(chat, as_api_error(error))
 
     return answer
 
 
-async def _no_route(request: Request, error: Exception) -> Response:
+async def _no_route(request: Request, error: Exception | None = None) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
     message = f"{request.method} is not allowed here" if status == 405 else "there is no such route"
     routes = ", ".join(path.removeprefix("/") for path in DIALECTS)

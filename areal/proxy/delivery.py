@@ -25,8 +25,12 @@ JSON_TYPE = (b"content-type", b"application/json")
 STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
+WholeAnswer = tuple[int, list[tuple[bytes, bytes]], bytes]
+"""Status, headers and body."""
+
+
 class Delivery:
-    """An ASGI app that answers one call."""
+    """Answers one call: as an ASGI app, or at once to a client in this process."""
 
     def __init__(
         self, generation: Generation, dialect: Dialect, session: Session, call: Call, attempt: Attempt
@@ -39,10 +43,46 @@ class Delivery:
         self._writer = dialect.writer(call) if call.stream else None
         self._began = False
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    @property
+    def streams(self) -> bool:
+        """The answer comes in parts, so only the ASGI app gives it."""
+        return self._writer is not None
+
+    async def whole(self) -> WholeAnswer:
+        """For a client in this process, which leaves by cancelling its own task. The client has it on return."""
+        over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         try:
             async with self._claim() as answer:
-                await self._send_while_connected(answer, receive, send)
+                body = self._written_whole(await self._wait_for(answer, over))
+                answer.delivered()
+        except Exception as error:
+            return whole_error(self._dialect, as_api_error(error))
+        finally:
+            over.set_result(None)
+        return 200, _json_headers(body), body
+
+    async def _wait_for(self, answer: SharedAnswer, over: "asyncio.Future[None]") -> Reply:
+        """Raises ApiError 410 if the session ends. The client's task goes on then, so only its wait is cancelled."""
+        task = asyncio.current_task()
+        assert task is not None
+        try:
+            while answer.running:
+                news = answer.news()
+                self._session.calls[over] = news.cancel
+                await news
+            return answer.result()
+        except asyncio.CancelledError:
+            if task.cancelling() or not self._session.ended:
+                raise
+            raise session_ended() from None
+        finally:
+            self._session.calls.pop(over, None)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        try:
+            async with self._claim() as answer:
+                await self._send_while_connected(answer, receive, send, over)
         except _ClientGone:
             return
         except Exception as error:
@@ -51,6 +91,8 @@ class Delivery:
                 await send(_body(b"" if self._writer is None else self._writer.failure(failure)))
             else:
                 await error_response(self._dialect, failure)(scope, receive, send)
+        finally:
+            over.set_result(None)
 
     def _claim(self) -> SharedAnswer:
         retries = self._session.retries
@@ -64,12 +106,14 @@ class Delivery:
     def _begin_answer(self) -> SharedAnswer:
         return SharedAnswer(self._generation.events(self._session, self._call))
 
-    async def _send_while_connected(self, answer: SharedAnswer, receive: Receive, send: Send) -> None:
+    async def _send_while_connected(
+        self, answer: SharedAnswer, receive: Receive, send: Send, over: "asyncio.Future[None]"
+    ) -> None:
         """Send the answer while its client is connected and its session is open. Raises _ClientGone or ApiError 410."""
         task = asyncio.current_task()
         assert task is not None
         watch = asyncio.ensure_future(_cancel_on_disconnect(task, receive))
-        self._session.calls.add(task)
+        self._session.calls[over] = task.cancel
         try:
             if self._writer is None:
                 await self._send_whole(answer, send)
@@ -82,13 +126,16 @@ class Delivery:
             task.uncancel()  # the cancellation was for this call alone, and ends here
             raise (session_ended() if self._session.ended else _ClientGone()) from None
         finally:
-            self._session.calls.discard(task)
+            del self._session.calls[over]
             watch.cancel()
 
     async def _send_whole(self, answer: SharedAnswer, send: Send) -> None:
-        body = orjson.dumps(self._dialect.render(self._call, await answer.whole()))
-        await self._send_head(send, [JSON_TYPE, (b"content-length", str(len(body)).encode())])
+        body = self._written_whole(await answer.whole())
+        await self._send_head(send, _json_headers(body))
         await send(_body(body))
+
+    def _written_whole(self, reply: Reply) -> bytes:
+        return orjson.dumps(self._dialect.render(self._call, reply))
 
     async def _send_events(self, answer: SharedAnswer, writer: EventWriter, send: Send) -> None:
         async with aclosing(answer.events()) as events:
@@ -130,6 +177,15 @@ def _body(body: bytes, more: bool = False) -> Message:
     return {"type": "http.response.body", "body": body, "more_body": more}
 
 
+def _json_headers(body: bytes) -> list[tuple[bytes, bytes]]:
+    return [JSON_TYPE, (b"content-length", str(len(body)).encode())]
+
+
 def error_response(dialect: Dialect, failure: ApiError) -> Response:
     body = orjson.dumps(dialect.error(failure))
     return Response(body, failure.status, headers=failure.headers, media_type="application/json")
+
+
+def whole_error(dialect: Dialect, failure: ApiError) -> WholeAnswer:
+    response = error_response(dialect, failure)
+    return response.status_code, response.raw_headers, bytes(response.body)

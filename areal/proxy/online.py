@@ -27,7 +27,7 @@ from starlette.responses import Response
 from areal.api.errors import EpisodeTimeout, NoInteractions, RewardInvalid, RewardTimeout
 from areal.config.rollout import ProxyLimits
 from areal.proxy.errors import ApiError, bad_request, rate_limited, unauthorized
-from areal.proxy.requests import keys_of, parse_object, read_body
+from areal.proxy.requests import parse_object, read_body, read_head
 from areal.proxy.sessions import Session, SessionLimitReached, Sessions
 from areal.trajectory import assign_reward
 from areal.utils import waits
@@ -234,8 +234,8 @@ class SessionRoutes:
         ]
 
     async def _open(self, request: Request) -> Response:
-        self._require_admin(keys_of(request))
-        raw = await read_body(request, self._limits)
+        self._require_admin(read_head(request.scope["headers"]).keys)
+        raw = await read_body(request.receive, self._limits)
         if raw and (body := parse_object(raw)):
             raise bad_request(f"a session takes no settings, got {shown(', '.join(sorted(body)))}; send an empty body")
         try:
@@ -249,7 +249,7 @@ class SessionRoutes:
 
     async def _reward(self, request: Request) -> Response:
         online = self._managed(request)
-        body = parse_object(await read_body(request, self._limits))
+        body = parse_object(await read_body(request.receive, self._limits))
         if set(body) != {"reward"}:
             raise bad_request(f'the body must be {{"reward": …}} and nothing else, got {shown(sorted(body))}', "reward")
         # Found again, because it may have become complete while the body was read.
@@ -258,13 +258,13 @@ class SessionRoutes:
 
     async def _end(self, request: Request) -> Response:
         online = self._managed(request)
-        await read_body(request, self._limits)
+        await read_body(request.receive, self._limits)
         await self._online.end(online)
         return _state(online)
 
     def _managed(self, request: Request) -> OnlineSession:
         """Keys are checked first: an unauthorised caller cannot tell whether the session exists."""
-        keys = keys_of(request)
+        keys = read_head(request.scope["headers"]).keys
         session_id = request.path_params["id"]
         if self._self_reward and (own := self._online.find_own(session_id, keys)) is not None:
             return own

@@ -60,7 +60,7 @@ class Proxy:
         """Sessions that are managed over HTTP."""
         self._public_url = public_url
         routes = SessionRoutes(self.online, self._sessions, limits, self.admin_key, self_reward, public_url)
-        self._app = App(self._sessions, self._generation, routes, limits, drop_params).asgi()
+        self._app = App(self._sessions, self._generation, routes, limits, drop_params)
         self._server: AppServer | None = None
         self._clients: dict[str, Any] = {}
 
@@ -116,9 +116,9 @@ class Proxy:
     async def end_session(self, session: Session) -> None:
         """Refuse its key from now on (410) and abort its running calls; its tree stays readable."""
         self._sessions.end(session)
-        running = list(session.calls)
-        for call in running:
-            call.cancel()
+        running = dict(session.calls)
+        for end in running.values():
+            end()
         if running:
             await asyncio.wait(running, timeout=END_SECONDS)
         session.tree.forget_lost()

@@ -1,10 +1,12 @@
-"""Reading a request: the keys it brings, and its body as JSON, within limits of size, time and depth."""
+"""Reading a request: what its headers say, and its body as JSON, within limits of size, time and depth."""
 
 import asyncio
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import orjson
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive
 
 from areal.config.rollout import ProxyLimits
 from areal.proxy.errors import ApiError, bad_request
@@ -13,28 +15,54 @@ MAX_DEPTH = 100
 """Levels of nesting that a body may have."""
 
 
-def keys_of(request: Request) -> list[str]:
+class Head(NamedTuple):
+    """What the proxy reads of a request's headers."""
+
+    keys: list[str]
     """Every one, in whichever header an SDK sends it. A header that comes twice brings two."""
-    bearers = [value.partition(" ") for value in request.headers.getlist("authorization")]
-    keys = [key.strip() for scheme, _, key in bearers if scheme.lower() == "bearer"]
-    return [key for key in (*keys, *request.headers.getlist("x-api-key")) if key]
+    retry_count: str
+    idempotency_key: str
 
 
-async def read_body(request: Request, limits: ProxyLimits) -> bytes:
-    """Raises ApiError 413 or 408."""
-    limit = limits.max_body_bytes
+def read_head(headers: Iterable[tuple[bytes, bytes]]) -> Head:
+    """`headers` as ASGI has them, names in lower case. What is not there is empty."""
+    found: dict[bytes, list[str]] = {name: [] for name in _READ}
+    for name, value in headers:
+        if name in found:
+            found[name].append(value.decode("latin-1"))
+    bearers, api_keys, counts, names = found.values()
+    split = [value.partition(" ") for value in bearers]
+    keys = [key.strip() for scheme, _, key in split if scheme.lower() == "bearer"]
+    return Head([key for key in (*keys, *api_keys) if key], next(iter(counts), ""), next(iter(names), ""))
+
+
+_READ = (b"authorization", b"x-api-key", b"x-stainless-retry-count", b"idempotency-key")
+
+
+async def read_body(receive: Receive, limits: ProxyLimits) -> bytes:
+    """Raises ApiError 413 or 408, and ClientDisconnect."""
     chunks: list[bytes] = []
-    size = 0
+    size, more = 0, True
     try:
         async with asyncio.timeout(limits.body_timeout_seconds):
-            async for chunk in request.stream():
+            while more:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientDisconnect
+                chunk = message.get("body", b"")
+                more = message.get("more_body", False)
                 chunks.append(chunk)
                 size += len(chunk)
-                if size > limit:
-                    raise ApiError(413, f"a body may have {limit} bytes (proxy.limits.max_body_bytes)")
+                require_size(size, limits)
     except TimeoutError:
         raise ApiError(408, f"the body must arrive within {limits.body_timeout_seconds:g} s") from None
     return b"".join(chunks)
+
+
+def require_size(size: int, limits: ProxyLimits) -> None:
+    """Raises ApiError 413."""
+    if size > limits.max_body_bytes:
+        raise ApiError(413, f"a body may have {limits.max_body_bytes} bytes (proxy.limits.max_body_bytes)")
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:

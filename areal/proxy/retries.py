@@ -10,22 +10,22 @@ happened to have the same body.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from enum import IntEnum
 from hashlib import blake2b
+from itertools import islice
 from typing import Self
 
 from areal.proxy.errors import ApiError
+from areal.proxy.requests import Head
 from areal.proxy.types import Event, Reply, ToolCallEvent
 from areal.trajectory.message import arguments_text
 from areal.trajectory.parsers.base import Reasoning, Text
 from areal.utils.shorten import shown
 
 ABORT_SECONDS = 5.0
-RETRY_HEADER = "x-stainless-retry-count"
-KEY_HEADER = "idempotency-key"
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,11 @@ class Attempt:
     key: str | None
 
     @classmethod
-    def of(cls, route: str, body: bytes, headers: Mapping[str, str]) -> Self:
-        count = headers.get(RETRY_HEADER, "")
+    def of(cls, route: str, body: bytes, head: Head) -> Self:
+        count = head.retry_count
         retry = int(count) if count.isascii() and count.isdigit() and len(count) < 10 else 0
         digest = blake2b(body, digest_size=16, person=route.encode()[:16]).digest()
-        return cls(digest, retry, headers.get(KEY_HEADER) or None)
+        return cls(digest, retry, head.idempotency_key or None)
 
 
 class SharedAnswer:
@@ -59,7 +59,8 @@ class SharedAnswer:
         self.reply: Reply | None = None
         """Set once the answer is whole."""
         self._events: list[Event] = []
-        self._news = asyncio.Event()
+        self._waiting: list[asyncio.Future[None]] = []
+        """Listeners that wait for what comes next."""
         self._listeners = 0
         self._delivered = False
         self._aborted = False
@@ -92,11 +93,29 @@ class SharedAnswer:
             await asyncio.wait((task,), timeout=ABORT_SECONDS)
         self._settle()
 
+    @property
+    def running(self) -> bool:
+        """More may come."""
+        return self.reply is None and self._task is not None
+
+    def news(self) -> asyncio.Future[None]:
+        """Done when more has come, or the answer has ended. A listener may cancel its own."""
+        news: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(news)
+        return news
+
+    def result(self) -> Reply:
+        """The whole answer, or its failure, once it has ended."""
+        if self.reply is None:
+            assert self._failure is not None, "an answer ends with a Reply or a failure"
+            raise self._failure
+        return self.reply
+
     async def whole(self) -> Reply:
         """The whole answer, or its failure."""
-        while self._running:
-            await self._news.wait()
-        return self._result()
+        while self.running:
+            await self.news()
+        return self.result()
 
     async def events(self) -> AsyncGenerator[Event, None]:
         """All of them, from the first one on, whenever one starts to listen."""
@@ -106,10 +125,10 @@ class SharedAnswer:
             while count < len(events):
                 count += 1
                 yield events[count - 1]
-            if not self._running:
-                self._result()
+            if not self.running:
+                self.result()
                 return
-            await self._news.wait()
+            await self.news()
 
     async def _collect(self, events: AsyncGenerator[Event, None]) -> None:
         async with aclosing(events):
@@ -120,8 +139,10 @@ class SharedAnswer:
                 self._wake_listeners()
 
     def _wake_listeners(self) -> None:
-        self._news.set()
-        self._news = asyncio.Event()
+        waiting, self._waiting = self._waiting, []
+        for news in waiting:
+            if not news.done():  # else its listener has cancelled it
+                news.set_result(None)
 
     def _end(self, task: asyncio.Task[None]) -> None:
         self._task = None
@@ -129,19 +150,9 @@ class SharedAnswer:
         self._wake_listeners()
         self._settle()
 
-    @property
-    def _running(self) -> bool:
-        return self.reply is None and self._task is not None
-
-    def _result(self) -> Reply:
-        if self.reply is None:
-            assert self._failure is not None, "an answer ends with a Reply or a failure"
-            raise self._failure
-        return self.reply
-
     def _settle(self) -> None:
         """A recorded answer that reached no client belongs to no conversation until a retry asks for it."""
-        if self._listeners or self._running:
+        if self._listeners or self.running:
             return
         self._events, self._failure = [], None  # no one asks for a failure again, and its frames hold much
         for completion in self.reply.choices if self.reply is not None else ():
@@ -193,7 +204,11 @@ class Retries:
 
     def __init__(self, remembered: int) -> None:
         self._remembered = remembered
-        self._calls: list[_KnownCall] = []
+        self._calls: dict[_KnownCall, None] = {}
+        """The oldest first."""
+        self._by_digest: dict[bytes, list[_KnownCall]] = {}
+        """Those without a key."""
+        self._by_key: dict[str, _KnownCall] = {}
 
     def claim(self, attempt: Attempt, begin: Callable[[], SharedAnswer]) -> SharedAnswer:
         """The answer of the call that this attempt repeats, or a new one.
@@ -217,28 +232,43 @@ class Retries:
 
     def _find(self, attempt: Attempt) -> _KnownCall | None:
         if attempt.key is not None:
-            return self._find_key(attempt)
-        calls = reversed(self._calls)
-        same = [known for known in calls if known.attempt.digest == attempt.digest and not known.attempt.key]
+            return self._find_key(attempt, attempt.key)
+        same = self._by_digest.get(attempt.digest, [])[::-1]
         if attempt.retry == 0:
             return next((known for known in same if known.state is _State.UNANSWERED), None)
         fresh = [known for known in same if known.retry < attempt.retry]
         return max(fresh or same, key=lambda known: known.state, default=None)  # of equals, the newest
 
-    def _find_key(self, attempt: Attempt) -> _KnownCall | None:
-        known = next((known for known in self._calls if known.attempt.key == attempt.key), None)
+    def _find_key(self, attempt: Attempt, key: str) -> _KnownCall | None:
+        known = self._by_key.get(key)
         if known is not None and known.attempt.digest != attempt.digest:
             raise ApiError(
                 409,
-                f"Idempotency-Key {shown(attempt.key)} was used with another body; use a new key for a new request",
+                f"Idempotency-Key {shown(key)} was used with another body; use a new key for a new request",
                 code="idempotency_key_reused",
             )
         return known
 
     def _remember(self, call: _KnownCall) -> None:
         """Forgets the oldest calls beyond the limit, but none that is running."""
-        self._calls.append(call)
+        self._calls[call] = None
+        if call.attempt.key is not None:
+            self._by_key[call.attempt.key] = call
+        else:
+            self._by_digest.setdefault(call.attempt.digest, []).append(call)
         excess = len(self._calls) - self._remembered
         if excess > 0:
-            old = [known for known in self._calls if known.state is not _State.RUNNING][:excess]
-            self._calls = [known for known in self._calls if known not in old]
+            ended = (known for known in self._calls if known.state is not _State.RUNNING)
+            for known in list(islice(ended, excess)):
+                self._forget(known)
+
+    def _forget(self, call: _KnownCall) -> None:
+        del self._calls[call]
+        digest, key = call.attempt.digest, call.attempt.key
+        if key is not None:
+            del self._by_key[key]
+            return
+        same = self._by_digest[digest]
+        same.remove(call)
+        if not same:
+            del self._by_digest[digest]

@@ -6,10 +6,9 @@ ended session's credentials are remembered for a while, so that a late call lear
 
 import asyncio
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 from areal.config.errors import ArealError
 from areal.config.rollout import GenerationHyperparameters, ProxyLimits
@@ -71,8 +70,8 @@ class Session:
     budget: TokenBudget
     max_calls: int
     """At once."""
-    calls: set[asyncio.Task[Any]] = field(default_factory=set)
-    """The tasks that answer its calls now."""
+    calls: "dict[asyncio.Future[None], Callable[[], object]]" = field(default_factory=dict)
+    """Its calls that are being answered: when each is over, and what ends it at once."""
     turns_kept: int | None = None
     """Beyond this many answers a permanent session drops its conversations and starts afresh; None = it never does."""
     instructed: set[str] = field(default_factory=set)

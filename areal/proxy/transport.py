@@ -1,14 +1,16 @@
 """HTTP clients whose calls to the proxy's own address never leave the process.
 
 Every other address is reached over the network as usual. The same code serves httpx and httpx2, which are one interface
-in two modules, because each SDK wants one of them. The app runs as a task, and its answer is taken chunk by chunk: it
-counts as sent once its end was taken, and a client that closes earlier cancels the app.
+in two modules, because each SDK wants one of them.
+
+An app that can (`DirectApp`) gives a whole answer in the client's own task. Otherwise the app runs as a task, and its
+answer is taken chunk by chunk: it counts as sent once its end was taken, and a client that closes earlier cancels it.
 """
 
 import asyncio
 from collections.abc import AsyncIterator
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from starlette.types import ASGIApp, Message, Scope
 
@@ -20,6 +22,20 @@ QUEUED_CHUNKS = 64
 """How far an answer may run ahead of its reader."""
 
 
+@runtime_checkable
+class DirectApp(Protocol):
+    """An ASGI app that need not be asked in ASGI's messages."""
+
+    async def answer(
+        self, method: str, path: str, headers: list[tuple[bytes, bytes]], body: bytes
+    ) -> tuple[int, list[tuple[bytes, bytes]], bytes] | ASGIApp:
+        """Status, headers and body; or the app to ask in ASGI's messages, because the answer comes in parts.
+
+        Cancelling it ends the call.
+        """
+        ...
+
+
 def shared_client(module: ModuleType, app: ASGIApp, origins: list[str]) -> Any:
     """An `AsyncClient` of that module for all agents of a process, which runs the app for calls to `origins`."""
     return shareable_client(module, dict.fromkeys(origins, in_process_transport(module, app)))
@@ -28,6 +44,7 @@ def shared_client(module: ModuleType, app: ASGIApp, origins: list[str]) -> Any:
 def in_process_transport(module: ModuleType, app: ASGIApp) -> Any:
     """A transport of that module which runs the app."""
     http: Any = module
+    direct = app if isinstance(app, DirectApp) else None
 
     class Chunks(http.AsyncByteStream):
         def __init__(self, call: "AppCall", first: bytes, timeout_seconds: float | None) -> None:
@@ -50,7 +67,15 @@ def in_process_transport(module: ModuleType, app: ASGIApp) -> Any:
         async def handle_async_request(self, request: Any) -> Any:
             body = await request.aread()
             timeout = request.extensions.get("timeout", {}).get("read")
-            call = AppCall(app, scope_of(request.method, request.url, request.headers.raw), body)
+            scope = scope_of(request.method, request.url, request.headers.raw)
+            asked = app
+            if direct is not None:
+                answer = await _timed(_answer(direct, scope, body, timeout))
+                if isinstance(answer, tuple):
+                    status, headers, content = answer
+                    return http.Response(status, headers=headers, content=content)
+                asked = answer
+            call = AppCall(asked, scope, body)
             try:
                 status, headers = await _timed(call.start(timeout))
                 first, more = await _timed(call.chunk(timeout))
@@ -72,6 +97,11 @@ def in_process_transport(module: ModuleType, app: ASGIApp) -> Any:
             raise http.RemoteProtocolError(str(error)) from error
 
     return InProcessTransport()
+
+
+async def _answer(app: DirectApp, scope: Scope, body: bytes, timeout_seconds: float | None) -> Any:
+    async with asyncio.timeout(timeout_seconds):
+        return await app.answer(scope["method"], scope["path"], scope["headers"], body)
 
 
 class AppCall:

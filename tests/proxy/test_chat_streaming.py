@@ -148,7 +148,7 @@ async def test_client_that_leaves_a_stream_aborts_its_generation(client, engine,
                 break
         await answer.close()
         await engine.until_in_flight(0)
-    assert session.calls == set()
+    assert not session.calls
     assert session.tree.completions == []
 
 
