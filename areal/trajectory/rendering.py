@@ -27,7 +27,9 @@ import secrets
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from hashlib import blake2b
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
+
+import orjson
 
 from areal.api.errors import ContextLengthError, ModelError, RequestError
 from areal.trajectory.images import ImageProcessor
@@ -37,10 +39,17 @@ from areal.trajectory.parsers.base import Tools
 from areal.trajectory.special_tokens import SpecialTokens
 from areal.utils import logging
 
+K = TypeVar("K")
+V = TypeVar("V")
+
 WHOLE_UP_TO = 16
 """Conversations of up to this many messages are rendered whole."""
 LONG_TEXT = 8192
 """Characters beyond which it takes milliseconds to encode a text: call `encode` in a thread."""
+SHORT_TEXT = 4096
+"""Characters up to which what a text was rendered from, and encoded to, is kept for the next who asks the same."""
+MAX_KEPT = 1024
+"""This many short texts."""
 SAMPLE = 1 << 16
 """Characters that are encoded at a time to find out whether a text fits."""
 FIRST_CHECKS = 8
@@ -89,6 +98,10 @@ class Renderer:
         self.image_processor = None if processor is None else ImageProcessor(processor)
         """None = the model takes no images."""
         self._checks = 0
+        self._tells_time = "strftime_now" in str(template)
+        self._rendered: dict[bytes, str] = {}
+        """By what the template got; with the next, only of short texts and bounded. Threads share both."""
+        self._encoded: dict[str, list[int]] = {}
         self._template_options = {"chat_template": own_template} if own_template else {}
         self._special_tokens = SpecialTokens(tokenizer)
         self._template_input = _TemplateInput(template, self.format, self.plain)
@@ -107,6 +120,26 @@ class Renderer:
         return self._render(self._special_tokens.broken(messages), self._special_tokens.broken(tools))
 
     def _render(self, messages: list[Message], tools: Tools | None) -> str:
+        """The samples of a group ask the same, and a turn begins with the one before: such text is rendered once."""
+        key = self._key_of(messages, tools)
+        text = None if key is None else self._rendered.get(key)
+        if text is None:
+            text = self._rendered_anew(messages, tools)
+            if key is not None:
+                _keep(self._rendered, key, text)
+        return text
+
+    def _key_of(self, messages: list[Message], tools: Tools | None) -> bytes | None:
+        """What the template gets; None = it may be rendered differently another time, or is long, or cannot be told."""
+        if self._tells_time:
+            return None
+        try:
+            key = orjson.dumps([messages, tools], option=_AS_IS)
+        except TypeError:  # images, numbers beyond 64 bits, half of a surrogate pair, objects of a workflow
+            return None
+        return key if len(key) <= SHORT_TEXT and b"null" not in key else None  # NaN is written so too
+
+    def _rendered_anew(self, messages: list[Message], tools: Tools | None) -> str:
         try:
             return str(
                 self.tokenizer.apply_chat_template(
@@ -172,6 +205,14 @@ class Renderer:
                 raise _too_long(f"{size} bytes, of which the first {begin + SAMPLE} take more tokens", positions)
 
     def _encode_rendered(self, text: str) -> list[int]:
+        known = self._encoded.get(text)
+        if known is None:
+            known = self._encoded_anew(text)
+            if len(text) <= SHORT_TEXT:
+                _keep(self._encoded, text, known)
+        return list(known)
+
+    def _encoded_anew(self, text: str) -> list[int]:
         mark = self._special_tokens.mark
         if mark not in text:
             return self._encode_text(text)
@@ -322,6 +363,16 @@ class Renderer:
         except RequestError:
             return "", ""  # it still serves the conversations that it accepts
         return (before, closing) if found else ("", "")
+
+
+_AS_IS = orjson.OPT_PASSTHROUGH_SUBCLASS | orjson.OPT_PASSTHROUGH_DATACLASS | orjson.OPT_PASSTHROUGH_DATETIME
+
+
+def _keep(known: dict[K, V], key: K, value: V) -> None:
+    """All are dropped at once: each step is one of the interpreter's, so threads need no lock."""
+    if len(known) >= MAX_KEPT:
+        known.clear()
+    known[key] = value
 
 
 def _too_long(what: str, positions: int) -> ContextLengthError:
