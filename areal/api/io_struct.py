@@ -22,6 +22,10 @@ class Grammar:
     """Where it came from; errors begin with this."""
 
 
+class TokenIds(list[int]):
+    """Ids that are known to be Python's own integers: a request does not look at each of them again."""
+
+
 @dataclass
 class ModelRequest:
     rid: str
@@ -39,8 +43,14 @@ class ModelRequest:
     tokens count as the answer's own: against max_new_tokens and min_new_tokens, and for stop texts and grammars."""
 
     def __post_init__(self) -> None:
+        if type(self.input_ids) is not TokenIds:
+            self.input_ids = self._integers()
+        if not self.input_ids:
+            raise ValueError("input_ids must hold at least one token, got none")
+
+    def _integers(self) -> list[int]:
         try:
-            self.input_ids = [operator.index(token) for token in self.input_ids]
+            return [operator.index(token) for token in self.input_ids]
         except TypeError:
             first = next(iter(self.input_ids), None)
             raise TypeError(
@@ -48,8 +58,6 @@ class ModelRequest:
                 "apply_chat_template(tokenize=True), pass return_dict=False "
                 "or load the tokenizer with areal.utils.hf_utils.load_hf_tokenizer"
             ) from None
-        if not self.input_ids:
-            raise ValueError("input_ids must hold at least one token, got none")
 
 
 @dataclass

@@ -25,7 +25,7 @@ from areal.proxy.dialects.base import Dialect, ParameterRules
 from areal.proxy.errors import ApiError, as_api_error, engine_failed
 from areal.proxy.generation import Generation
 from areal.proxy.online import SessionRoutes
-from areal.proxy.requests import Head, parse_object, read_body, read_head, require_size
+from areal.proxy.requests import Head, KnownBodies, parse_object, read_body, read_head, require_size
 from areal.proxy.retries import Attempt
 from areal.proxy.sessions import Session, Sessions
 from areal.proxy.types import Call
@@ -113,13 +113,18 @@ class App:
 
     async def _delivery(self, dialect: Dialect, session: Session, head: Head, raw: bytes) -> Delivery:
         if len(raw) <= LONG_BODY:
-            call = self._parse(dialect, raw)
+            call = self._parse(dialect, raw, session.bodies)
         else:
-            call = await self._generation.in_background(self._parse, dialect, raw)
+            call = await self._generation.in_background(self._parse, dialect, raw, session.bodies)
         return Delivery(self._generation, dialect, session, call, Attempt.of(call.id_prefix, raw, head))
 
-    def _parse(self, dialect: Dialect, raw: bytes) -> Call:
-        call = dialect.parse(parse_object(raw), self._rules)
+    def _parse(self, dialect: Dialect, raw: bytes, bodies: KnownBodies) -> Call:
+        if not dialect.GROWING:
+            call = dialect.parse(parse_object(raw), self._rules)
+        else:
+            body, past = bodies.parse(raw, dialect.GROWING)
+            call = dialect.parse(body, self._rules, past)
+            bodies.remember(raw, body[dialect.GROWING], past, call.messages)
         call.size = len(raw)
         return call
 

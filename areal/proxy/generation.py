@@ -144,7 +144,7 @@ class Generation:
             call_end=None if grammar else self._renderer.format.calls.call_end,
         )
         if session.seeds is not None:
-            gconfig = gconfig.new(seed=session.seeds.next(prompt.ids, gconfig.seed))
+            gconfig = gconfig.new(seed=session.seeds.next(prompt.hash, gconfig.seed))
         model = call.model or self.model_name
         return _PreparedCall(session, tree, call, prompt, gconfig, grammar, next(self._names), model)
 
@@ -281,7 +281,7 @@ def _keeping_seed(prepared: _PreparedCall) -> Iterator[None]:
     finally:
         seeds, answered = prepared.session.seeds, prepared.tree.by_id(f"{prepared.call.id_prefix}{prepared.name}")
         if seeds is not None and answered is None:
-            seeds.give_back(prepared.prompt.ids, prepared.gconfig.seed)
+            seeds.give_back(prepared.prompt.hash, prepared.gconfig.seed)
 
 
 def _unique_names() -> Iterator[str]:
@@ -296,7 +296,7 @@ def _conversation(session: Session, call: Call) -> list[Message]:
     if call.instructions is not None:
         system = [{"role": "system", "content": call.instructions}]
     past = [] if call.continues is None else _past(session, call.continues)
-    return [*system, *past, *call.messages]
+    return [*system, *past, *call.messages] if system or past else call.messages
 
 
 def _past(session: Session, response_id: str) -> list[Message]:

@@ -1,6 +1,11 @@
-"""Reading a request: what its headers say, and its body as JSON, within limits of size, time and depth."""
+"""Reading a request: what its headers say, and its body as JSON, within limits of size, time and depth.
+
+A client sends its whole conversation with every call. `KnownBodies` remembers how the latest bodies began, byte for
+byte, so that of the next one only the messages that are new are parsed and read.
+"""
 
 import asyncio
+import secrets
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -10,9 +15,13 @@ from starlette.types import Receive
 
 from areal.config.rollout import ProxyLimits
 from areal.proxy.errors import ApiError, bad_request
+from areal.trajectory.matching import MAX_CACHED
+from areal.trajectory.message import Message
 
 MAX_DEPTH = 100
 """Levels of nesting that a body may have."""
+WORTH_KNOWING = 2048
+"""Bytes of a body; a shorter one is parsed in less time than it takes to remember it."""
 
 
 class Head(NamedTuple):
@@ -91,3 +100,69 @@ def _require_shallow(body: dict[str, Any]) -> None:
         if not level:
             return
     raise bad_request(f"the body's JSON may be nested {MAX_DEPTH} levels deep")
+
+
+class _KnownBody(NamedTuple):
+    beginning: bytes
+    """Of the body, up to the end of its last message."""
+    first: int
+    """Where its first message begins."""
+    messages: list[Message]
+    """What was read from them."""
+
+
+class KnownBodies:
+    """How the latest bodies of a session began. Threads may share it.
+
+    A body that begins with the very bytes of a known one, and goes on with a comma, is parsed with a number in the
+    place of the messages that are known. The number is secret: if it comes out as the first item of the list, the known
+    messages are what this body has there, wherever else in it a client may have spelled them.
+    """
+
+    def __init__(self) -> None:
+        self._latest: tuple[_KnownBody, ...] = ()
+
+    def parse(self, raw: bytes, name: str) -> tuple[dict[str, Any], list[Message]]:
+        """The body, in whose list `name` are only the items after those that are known, and what these were read as.
+
+        Raises ApiError 400.
+        """
+        for known in self._latest:
+            end = len(known.beginning)
+            if raw.startswith(known.beginning) and raw.startswith(b",", end):
+                body = _parsed_without(raw, known.first, end, name)
+                if body is not None:
+                    return body, known.messages
+        return parse_object(raw), []
+
+    def remember(self, raw: bytes, items: list[Any], past: list[Message], messages: list[Message]) -> None:
+        """A body had `items` after `past`, and all were read as `messages`. Only compact JSON is recognised later."""
+        if len(raw) < WORTH_KNOWING:
+            return
+        known = next((known for known in self._latest if known.messages is past), None)
+        try:
+            written = orjson.dumps(items)[1:-1]
+        except TypeError:  # numbers beyond 64 bits
+            return
+        at = raw.find(written) if known is None else len(known.beginning) + 1
+        end = at + len(written)
+        if at < 1 or raw[at : end + 1] != written + b"]":
+            return
+        body = _KnownBody(raw[:end], at if known is None else known.first, messages)
+        self._latest = (body, *(each for each in self._latest if not raw.startswith(each.beginning)))[:MAX_CACHED]
+
+
+_STAND_IN = 10**17 + secrets.randbelow(9 * 10**17)
+
+
+def _parsed_without(raw: bytes, begin: int, end: int, name: str) -> dict[str, Any] | None:
+    """The body without what is between, if that is how its list `name` begins."""
+    try:
+        body = parse_object(b"%b%d%b" % (raw[:begin], _STAND_IN, raw[end:]))
+    except ApiError:
+        return None  # what is wrong with it is said of the whole body
+    items = body.get(name)
+    if not isinstance(items, list) or items[:1] != [_STAND_IN]:
+        return None
+    del items[0]
+    return body

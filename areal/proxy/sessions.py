@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from areal.config.errors import ArealError
 from areal.config.rollout import GenerationHyperparameters, ProxyLimits
 from areal.proxy.errors import rate_limited, session_ended, unauthorized
+from areal.proxy.requests import KnownBodies
 from areal.proxy.retries import Retries
 from areal.trajectory.tree import Tree
 from areal.utils.bounded_cache import BoundedCache
@@ -68,6 +69,7 @@ class Session:
     """Sampling settings, unless a request says otherwise."""
     retries: Retries
     budget: TokenBudget
+    bodies: KnownBodies
     max_calls: int
     """At once."""
     calls: "dict[asyncio.Future[None], Callable[[], object]]" = field(default_factory=dict)
@@ -136,6 +138,7 @@ class Sessions:
             gconfig=gconfig,
             retries=Retries(limits.remembered_answers),
             budget=TokenBudget(limits.max_tokens_per_session),
+            bodies=KnownBodies(),
             max_calls=limits.max_calls_per_session,
             seeds=None if seed is None else CallSeeds(seed),
         )

@@ -11,19 +11,19 @@ thinking, say), and so rewrite the past.
 """
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from areal.api.errors import RequestError
-from areal.api.io_struct import ModelResponse, StopReason, add_digests
+from areal.api.io_struct import ModelResponse, StopReason, TokenIds, add_digests
 from areal.api.messages import Array
 from areal.trajectory.answer import Answer
 from areal.trajectory.matching import Conversation, ConversationCache, normalised
 from areal.trajectory.message import Digest, Image, Message, call_ids, extend_digest, images_in, same_words
 from areal.trajectory.parsers.base import Tools
 from areal.trajectory.rendering import Renderer
+from areal.utils.seeds import PromptHash, prompt_hash
 
 
 @dataclass(slots=True)
@@ -112,7 +112,7 @@ class Draft:
 class Prompt:
     """A call placed in the tree, and the token ids that the engine is asked to continue."""
 
-    ids: list[int]
+    ids: TokenIds
     parent: int | None
     """Index of the completion whose conversation this one continues."""
     extends: bool
@@ -126,11 +126,25 @@ class Prompt:
     """What the model may call; None = nothing is a call."""
     thinking: bool
     """The prompt ends inside thinking, so the answer begins with it."""
+    hash: PromptHash
+    """Of the ids."""
     images: list[Image] = field(default_factory=list)
     """Those whose places are in the ids, in order."""
     new_images: list[Image] = field(default_factory=list)
     """Those whose places are in the new ids."""
     asked_at: float = field(default_factory=time.monotonic)
+
+
+@dataclass(frozen=True, slots=True)
+class _Latest:
+    """The conversation that went on last, in one piece: its next turn then costs what is new of it."""
+
+    index: int
+    """Of the completion that it ends with."""
+    messages: list[Message]
+    ids: TokenIds
+    hash: PromptHash
+    """Of the ids."""
 
 
 class Tree:
@@ -140,6 +154,7 @@ class Tree:
         self._by_conversation: dict[Digest, list[int]] = {}
         self._by_id: dict[str, int] = {}
         self._conversations = ConversationCache()
+        self._latest: _Latest | None = None
         self._tools: list[Tools] = []
 
     def prompt(self, messages: list[Message], tools: Tools | None = None) -> Prompt:
@@ -161,7 +176,7 @@ class Tree:
             return self._draft(None, text, images_in(messages), messages, sent.digest, tools)
         parent, answer_at = found
         if messages[answer_at] == parent.message:
-            sent.messages[answer_at] = parent.message  # held once
+            sent.messages[answer_at] = messages[answer_at] = parent.message  # held once, also by who keeps `messages`
         newer = messages[answer_at + 1 :]
         # What was recorded is rendered, not how the client spells it today: spelling must not change the past.
         before = self.conversation(parent)[:-1]
@@ -194,12 +209,14 @@ class Tree:
     def settle(self, draft: Draft, new_ids: list[int]) -> Prompt:
         """The last step."""
         parent = draft.parent
-        ids, images = new_ids, draft.images
+        latest, images = None, draft.images
         if parent is not None and draft.extends:
-            ids = self.token_ids(parent, new_ids)
-            images = [image for node in self.token_path(parent) for image in node.images] + images
+            latest = self._path_to(parent)
+            if self.renderer.image_processor is not None:
+                images = [image for node in self.token_path(parent) for image in node.images] + images
         return Prompt(
-            ids=ids,
+            ids=TokenIds(new_ids if latest is None else latest.ids + new_ids),
+            hash=prompt_hash(new_ids, None if latest is None else latest.hash),
             parent=None if parent is None else parent.index,
             extends=draft.extends,
             new_ids=new_ids,
@@ -245,6 +262,7 @@ class Tree:
             asked_at=prompt.asked_at,
             digests=response.digests,
         )
+        self._latest = self._extended(prompt, completion, response.output_tokens)
         self.completions.append(completion)
         self._by_id[completion.id] = completion.index
         normal = normalised(answer.message, self.renderer.format, prompt.tools)
@@ -288,6 +306,9 @@ class Tree:
 
     def conversation(self, completion: Completion) -> list[Message]:
         """Every message from the beginning to this answer."""
+        latest = self._latest
+        if latest is not None and latest.index == completion.index:
+            return list(latest.messages)
         messages: list[Message] = []
         for node in self.path(completion):
             messages += node.messages
@@ -301,12 +322,12 @@ class Tree:
             path.append(self.completions[path[-1].parent])
         return path[::-1]
 
-    def token_ids(self, completion: Completion, newer: Sequence[int] = ()) -> list[int]:
-        """Every id from the beginning to the end of this answer, and the newer ones."""
+    def token_ids(self, completion: Completion) -> list[int]:
+        """Every id from the beginning to the end of this answer."""
         parts: list[Array] = []
         for node in self.token_path(completion):
             parts += (node.prompt_ids, node.output_ids)
-        ids: list[int] = np.concatenate([*parts, np.asarray(newer, np.int32)]).tolist()
+        ids: list[int] = np.concatenate(parts).tolist()
         return ids
 
     def forget_lost(self) -> None:
@@ -322,7 +343,7 @@ class Tree:
         }
         for at, node in enumerate(kept):
             node.index, node.parent = at, places[node.parent]
-        self.completions = kept
+        self.completions, self._latest = kept, None
         self._by_id = {node.id: node.index for node in kept}
 
     def _draft(
@@ -338,6 +359,19 @@ class Tree:
     ) -> Draft:
         thinking = self.renderer.opens_thinking(text)
         return Draft(parent, extends, text, images, messages, conversation, tools, thinking)
+
+    def _path_to(self, completion: Completion) -> _Latest:
+        latest = self._latest
+        if latest is not None and latest.index == completion.index:
+            return latest
+        ids = TokenIds(self.token_ids(completion))
+        return _Latest(completion.index, self.conversation(completion), ids, prompt_hash(ids))
+
+    def _extended(self, prompt: Prompt, answer: Completion, output: list[int]) -> _Latest:
+        """What goes on from this answer."""
+        before = [] if prompt.parent is None else self.conversation(self.completions[prompt.parent])
+        messages = [*before, *prompt.messages, answer.message]
+        return _Latest(answer.index, messages, TokenIds(prompt.ids + output), prompt_hash(output, prompt.hash))
 
     def _shared(self, tools: Tools | None) -> Tools | None:
         """Equal tools as one object: they are sent with every call, and stored once."""

@@ -12,6 +12,17 @@ def derived_seed(*parts: int | str | bytes) -> int:
     return int.from_bytes(blake2b(repr(parts).encode(), digest_size=8).digest()) >> 1
 
 
+PromptHash = blake2b
+"""Of the ids of a prompt."""
+
+
+def prompt_hash(ids: Sequence[int], beginning: PromptHash | None = None) -> PromptHash:
+    """Of these ids, after those whose hash is `beginning`."""
+    hashed = blake2b(digest_size=16) if beginning is None else beginning.copy()
+    hashed.update(array("q", ids))
+    return hashed
+
+
 class CallSeeds:
     """The seeds of one episode's calls.
 
@@ -26,7 +37,7 @@ class CallSeeds:
         self._unused: dict[bytes, list[int]] = {}
         """Numbers of calls that got no answer, by prompt."""
 
-    def next(self, prompt: Sequence[int], asked: int | None) -> int:
+    def next(self, prompt: PromptHash, asked: int | None) -> int:
         """The seed of the next call with that prompt.
 
         `asked` is one that the caller chose: it gives the same answer again within the episode, as it should, but not
@@ -34,22 +45,18 @@ class CallSeeds:
         """
         if asked is not None:
             return derived_seed(self._episode_seed, "asked", asked)
-        name = _name(prompt)
+        name = prompt.digest()
         if unused := self._unused.get(name):
             return self._seed(name, heappop(unused))
         self._calls[name] += 1
         return self._seed(name, self._calls[name])
 
-    def give_back(self, prompt: Sequence[int], seed: int | None) -> None:
+    def give_back(self, prompt: PromptHash, seed: int | None) -> None:
         """A call with that prompt and seed got no answer: the next one with the prompt is made in its place."""
-        name = _name(prompt)
+        name = prompt.digest()
         for number in range(1, self._calls[name] + 1):
             if self._seed(name, number) == seed:
                 heappush(self._unused.setdefault(name, []), number)
 
     def _seed(self, name: bytes, number: int) -> int:
         return derived_seed(self._episode_seed, name, number)
-
-
-def _name(prompt: Sequence[int]) -> bytes:
-    return blake2b(array("q", prompt).tobytes(), digest_size=16).digest()

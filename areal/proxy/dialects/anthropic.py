@@ -3,6 +3,7 @@
 A turn is a list of blocks. In Messages, tool results are blocks of a user turn; internally each is a message.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from areal.proxy.dialects import fields
@@ -47,7 +48,10 @@ ERROR_TYPES = {
 Block = dict[str, Any]
 
 
-def parse(body: dict[str, Any], rules: ParameterRules) -> Call:
+GROWING = ""
+
+
+def parse(body: dict[str, Any], rules: ParameterRules, past: Sequence[Message] = ()) -> Call:
     """Raises ApiError 400 naming the parameter."""
     rules.refuse_unsupported(body, HONOURED | HARMLESS, MEANINGLESS)
     limit = fields.integer(body, "max_tokens", 1, MAX_TOKENS)

@@ -4,7 +4,7 @@ Every dialect holds to one rule: a parameter is honoured, harmless, or refused b
 Images come with the request: no file of this machine is read and nothing is downloaded.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -13,7 +13,7 @@ import orjson
 from areal.proxy.dialects import fields
 from areal.proxy.errors import ApiError, bad_request
 from areal.proxy.types import Call, EventWriter, Reply
-from areal.trajectory.message import Content, Image, ImageCache, content_of
+from areal.trajectory.message import Content, Image, ImageCache, Message, content_of
 from areal.utils.images import ImageError
 from areal.utils.logging import getLogger
 from areal.utils.shorten import shortened, shown
@@ -35,8 +35,14 @@ Images = ImageCache | None
 class Dialect(Protocol):
     """What each module of this package in `DIALECTS` has."""
 
-    def parse(self, body: dict[str, Any], rules: "ParameterRules") -> Call:
-        """Read a request. Raises ApiError 400 naming the parameter."""
+    GROWING: str
+    """The list in a request whose items each become a message, whatever the others are; empty = there is none."""
+
+    def parse(self, body: dict[str, Any], rules: "ParameterRules", past: Sequence[Message] = ()) -> Call:
+        """Read a request, of whose `GROWING` list the first items were read before, as `past`, and are not there.
+
+        Raises ApiError 400 naming the parameter.
+        """
         ...
 
     def render(self, call: Call, reply: Reply) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """OpenAI's Chat Completions: a request read, an answer written whole or as a stream, and errors."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from areal.proxy.dialects import fields
@@ -43,12 +44,15 @@ ROLES = {"system": "system", "developer": "system", "user": "user", "assistant":
 ROLES_WITH_IMAGES = ("user", "tool")
 
 
-def parse(body: dict[str, Any], rules: ParameterRules) -> Call:
+GROWING = "messages"
+
+
+def parse(body: dict[str, Any], rules: ParameterRules, past: Sequence[Message] = ()) -> Call:
     """Raises ApiError 400 naming the parameter."""
     rules.refuse_unsupported(body, HONOURED, MEANINGLESS)
     limit = fields.integer(body, "max_completion_tokens", 1, MAX_TOKENS)
     call = Call(
-        messages=_messages(body, rules.images),
+        messages=_messages(body, rules.images, past),
         model=fields.optional_text(body, "model") or "",
         tools=_tools(body) or None,
         parallel_tool_calls=fields.boolean(body, "parallel_tool_calls", True),
@@ -69,11 +73,12 @@ def parse(body: dict[str, Any], rules: ParameterRules) -> Call:
     return call
 
 
-def _messages(body: dict[str, Any], images: Images) -> list[Message]:
-    messages = fields.objects(body, "messages", "messages")
+def _messages(body: dict[str, Any], images: Images, past: Sequence[Message]) -> list[Message]:
+    messages = fields.objects(body, GROWING, GROWING)
     if not messages:
-        raise bad_request("messages must hold at least one message, got none", "messages")
-    return [_message(message, f"messages[{place}]", images) for place, message in enumerate(messages)]
+        raise bad_request("messages must hold at least one message, got none", GROWING)
+    newer = enumerate(messages, len(past))
+    return [*past, *(_message(message, f"messages[{place}]", images) for place, message in newer)]
 
 
 def _message(wire: dict[str, Any], where: str, images: Images) -> Message:

@@ -6,6 +6,7 @@ message here, so the assistant's items join one turn until thinking or a second 
 
 import itertools
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from areal.proxy.dialects import fields
@@ -47,7 +48,10 @@ ROLES = {"user": "user", "assistant": "assistant", "system": "system", "develope
 Item = dict[str, Any]
 
 
-def parse(body: dict[str, Any], rules: ParameterRules) -> Call:
+GROWING = ""
+
+
+def parse(body: dict[str, Any], rules: ParameterRules, past: Sequence[Message] = ()) -> Call:
     """Raises ApiError 400 naming the parameter."""
     rules.refuse_unsupported(body, HONOURED | HARMLESS, MEANINGLESS)
     if LOGPROBS in (fields.texts(body, "include") or ()):
