@@ -134,7 +134,9 @@ class Renderer:
         if self._tells_time:
             return None
         try:
-            key = orjson.dumps([messages, tools], option=_AS_IS)
+            key = orjson.dumps(messages, option=_AS_IS)
+            if tools is not None:
+                key += orjson.dumps(tools, option=_AS_IS)
         except TypeError:  # images, numbers beyond 64 bits, half of a surrogate pair, objects of a workflow
             return None
         return key if len(key) <= SHORT_TEXT and b"null" not in key else None  # NaN is written so too
