@@ -6,6 +6,7 @@ constant answer, for another proxy to forward to.
 """
 
 import asyncio
+import gc
 import json
 import sys
 import time
@@ -90,6 +91,8 @@ def resident_bytes() -> int:
 async def serve(sessions: int) -> None:
     proxy = await instant_proxy()
     opened = [proxy.open_session() for _ in range(sessions)]
+    gc.collect()
+    gc.freeze()  # as a rollout worker does
     print(json.dumps({"sessions": [(session.base_url, session.api_key) for session in opened]}), flush=True)
     loop = asyncio.get_running_loop()
     while await loop.run_in_executor(None, sys.stdin.readline):

@@ -36,6 +36,7 @@ class AppServer:
                 access_log=False,
                 lifespan="off",
                 ws="none",
+                proxy_headers=False,  # no app here asks who its client is
                 server_header=False,
                 date_header=False,
                 # Longer than any client keeps one, so that it is never closed under a request.

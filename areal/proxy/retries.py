@@ -78,6 +78,10 @@ class SharedAnswer:
         """It was recorded but reached no client, and none is waiting for it."""
         return self.reply is not None and not self._delivered and not self._listeners
 
+    @property
+    def was_delivered(self) -> bool:
+        return self._delivered
+
     def delivered(self) -> None:
         self._delivered = True
 
@@ -193,6 +197,11 @@ class _KnownCall:
     """None = the call was refused before it began."""
 
     @property
+    def delivered(self) -> bool:
+        """Its client has the answer: that stays so."""
+        return self.answer is not None and self.answer.was_delivered
+
+    @property
     def state(self) -> _State:
         if self.answer is None or self.answer.unanswered or self.answer.lost:
             return _State.UNANSWERED
@@ -208,6 +217,8 @@ class Retries:
         """The oldest first."""
         self._by_digest: dict[bytes, list[_KnownCall]] = {}
         """Those without a key."""
+        self._undelivered: dict[bytes, list[_KnownCall]] = {}
+        """The same without most of those whose client has its answer, and so will not ask again."""
         self._by_key: dict[str, _KnownCall] = {}
 
     def claim(self, attempt: Attempt, begin: Callable[[], SharedAnswer]) -> SharedAnswer:
@@ -233,11 +244,18 @@ class Retries:
     def _find(self, attempt: Attempt) -> _KnownCall | None:
         if attempt.key is not None:
             return self._find_key(attempt, attempt.key)
-        same = self._by_digest.get(attempt.digest, [])[::-1]
         if attempt.retry == 0:
-            return next((known for known in same if known.state is _State.UNANSWERED), None)
+            return self._find_unanswered(attempt.digest)
+        same = self._by_digest.get(attempt.digest, [])[::-1]
         fresh = [known for known in same if known.retry < attempt.retry]
         return max(fresh or same, key=lambda known: known.state, default=None)  # of equals, the newest
+
+    def _find_unanswered(self, digest: bytes) -> _KnownCall | None:
+        if digest not in self._undelivered:
+            return None
+        waiting = [known for known in self._undelivered[digest] if not known.delivered]
+        self._undelivered[digest] = waiting
+        return next((known for known in reversed(waiting) if known.state is _State.UNANSWERED), None)
 
     def _find_key(self, attempt: Attempt, key: str) -> _KnownCall | None:
         known = self._by_key.get(key)
@@ -256,6 +274,7 @@ class Retries:
             self._by_key[call.attempt.key] = call
         else:
             self._by_digest.setdefault(call.attempt.digest, []).append(call)
+            self._undelivered.setdefault(call.attempt.digest, []).append(call)
         excess = len(self._calls) - self._remembered
         if excess > 0:
             ended = (known for known in self._calls if known.state is not _State.RUNNING)
@@ -268,7 +287,7 @@ class Retries:
         if key is not None:
             del self._by_key[key]
             return
-        same = self._by_digest[digest]
-        same.remove(call)
-        if not same:
-            del self._by_digest[digest]
+        for known in (self._by_digest, self._undelivered):
+            known[digest] = [other for other in known[digest] if other is not call]
+            if not known[digest]:
+                del known[digest]

@@ -2,6 +2,7 @@
 
 import ipaddress
 from collections.abc import Mapping
+from functools import lru_cache
 
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 
@@ -16,6 +17,7 @@ def bypass_proxies(environ: Mapping[str, str]) -> dict[str, str]:
     return {"NO_PROXY": value, "no_proxy": value}
 
 
+@lru_cache(64)
 def is_loopback(host: str) -> bool:
     """Whether only this machine can reach what listens there."""
     try:
