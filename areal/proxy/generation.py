@@ -89,6 +89,8 @@ class Generation:
         self._max_positions = max_positions
         self._timeout_seconds = timeout_seconds
         self._names = _unique_names()
+        self._defaults: tuple[GenerationHyperparameters, GenerationHyperparameters] | None = None
+        """What `defaults` was asked last, and its answer."""
         self._background = Background(LONG_CALLS_AT_ONCE, "areal long call")
         self._byte_ids = byte_token_ids(renderer.tokenizer)
         added = getattr(renderer.tokenizer, "added_tokens_decoder", {})
@@ -102,6 +104,11 @@ class Generation:
 
     def defaults(self, gconfig: GenerationHyperparameters) -> GenerationHyperparameters:
         """A session's sampling: the config's, ending where the tokenizer or the template ends a turn."""
+        if self._defaults is None or self._defaults[0] != gconfig:  # most sessions ask for the same
+            self._defaults = gconfig.new(), self._with_ends(gconfig)
+        return self._defaults[1]
+
+    def _with_ends(self, gconfig: GenerationHyperparameters) -> GenerationHyperparameters:
         ending = gconfig.new_with_stop_and_pad_token_ids(self._renderer.tokenizer)
         more = [token for token in self._renderer.turn_end_ids if token not in ending.stop_token_ids]
         return ending.new(stop_token_ids=[*ending.stop_token_ids, *more], n_samples=1)
@@ -136,15 +143,8 @@ class Generation:
             grammar = await self.in_background(self._constraints.of, call, thinking=prompt.thinking)
         else:
             grammar = self._constraints.of(call, thinking=prompt.thinking)
-        gconfig = _sampling(
-            session.gconfig,
-            call,
-            prompt_length=len(prompt.ids),
-            max_positions=self._max_positions,
-            call_end=None if grammar else self._renderer.format.calls.call_end,
-        )
-        if session.seeds is not None:
-            gconfig = gconfig.new(seed=session.seeds.next(prompt.hash, gconfig.seed))
+        call_end = None if grammar else self._renderer.format.calls.call_end
+        gconfig = _sampling(session, call, prompt, self._max_positions, call_end)
         model = call.model or self.model_name
         return _PreparedCall(session, tree, call, prompt, gconfig, grammar, next(self._names), model)
 
@@ -320,14 +320,18 @@ def _weight(value: Any) -> float:
 
 
 def _sampling(
-    base: GenerationHyperparameters, call: Call, *, prompt_length: int, max_positions: int, call_end: str | None
+    session: Session, call: Call, prompt: Prompt, max_positions: int, call_end: str | None
 ) -> GenerationHyperparameters:
     """The session's settings, changed by what the call asks for; `call_end` is the text that ends a tool call."""
-    changes: dict[str, Any] = {"max_new_tokens": _max_new_tokens(base, call, prompt_length, max_positions)}
+    base = session.gconfig
+    changes: dict[str, Any] = {"max_new_tokens": _max_new_tokens(base, call, len(prompt.ids), max_positions)}
     changes["min_new_tokens"] = min(base.min_new_tokens, changes["max_new_tokens"])
     if call.temperature is not None:
         changes |= {"greedy": False, "temperature": call.temperature}
-    asked = {"top_p": call.top_p, "top_k": call.top_k, "seed": call.seed}
+    seed = base.seed if call.seed is None else call.seed
+    if session.seeds is not None:
+        seed = session.seeds.next(prompt.hash, seed)  # a call that is refused before this takes none
+    asked = {"top_p": call.top_p, "top_k": call.top_k, "seed": seed}
     changes |= {name: value for name, value in asked.items() if value is not None}
     sampling = base.new(**changes, stop=_stop(base, call, call_end))
     # Nothing is drawn by a greedy answer; its log-probs are those of temperature 1.

@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from areal.api.messages import Array, Node, Row
+from areal.api.messages import Node, Row
 from areal.trajectory.message import Message, readable
 from areal.trajectory.rewards import returns
 from areal.trajectory.tree import Completion, Tree
@@ -116,18 +116,15 @@ def _row(path: list[Completion], trained: set[int], totals: list[float]) -> Row:
 
 def _prompt_row(length: int, last: Completion) -> Row:
     """A row whose fields are those of prompt tokens throughout."""
-
-    def full(value: float, dtype: type[np.generic]) -> Array:
-        return np.full(length, value, dtype)
-
+    none = np.full(length, -1, np.int32)
     return Row(
-        input_ids=full(0, np.int32),
-        loss_mask=full(False, np.bool_),
-        logprobs=full(0, np.float32),
-        versions=full(-1, np.int32),
-        returns=full(0, np.float32),
-        completion_index=full(-1, np.int32),
-        temperatures=full(1, np.float32),
+        input_ids=np.zeros(length, np.int32),
+        loss_mask=np.zeros(length, np.bool_),
+        logprobs=np.zeros(length, np.float32),
+        versions=none,
+        returns=np.zeros(length, np.float32),
+        completion_index=none.copy(),
+        temperatures=np.ones(length, np.float32),
         reward=last.reward or 0.0,
         truncated=last.truncated,
     )

@@ -46,7 +46,7 @@ PLAIN: dict[type, Callable[[Any], Any]] = {
 
 
 class Wire:
-    """Packs plain values, tuples, arrays and values of `types`. It keeps no state, so threads may share one."""
+    """Packs plain values, tuples, arrays and values of `types`. Threads may share one."""
 
     def __init__(self, types: Iterable[type] = (), omit: Mapping[type, Collection[str]] | None = None) -> None:
         """`omit` names fields that are not sent; they come back as their default."""
@@ -91,6 +91,8 @@ class Wire:
             return [form.marker, *form.take_apart(value)]
         array = _as_array(value)
         if array is not None:
+            if type(array) is kind:  # numpy is loaded: from now on its arrays are known at once
+                self._forms[kind] = _ARRAYS
             return [_ARRAYS.marker, *_ARRAYS.take_apart(array)]
         if kind is int:  # beyond 64 bits
             return _big_int(value)
@@ -162,11 +164,10 @@ def _as_array(value: Any) -> "np.ndarray[Any, Any] | None":
 
 
 def _array_parts(array: "np.ndarray[Any, Any]") -> tuple[Any, ...]:
-    import numpy as np
-
-    if array.dtype.kind not in ARRAY_KINDS:
-        raise TypeError(f"arrays on a wire hold numbers or booleans, got dtype {array.dtype}; convert it first")
-    return array.dtype.str, np.ascontiguousarray(array).data, *array.shape
+    dtype = array.dtype
+    if dtype.kind not in ARRAY_KINDS:
+        raise TypeError(f"arrays on a wire hold numbers or booleans, got dtype {dtype}; convert it first")
+    return dtype.str, array.data if array.flags.c_contiguous else array.copy().data, *array.shape
 
 
 def _build_array(values: list[Any]) -> "np.ndarray[Any, Any]":
