@@ -4,6 +4,7 @@ ArealError
 ├── ConfigError                 a setting is wrong                                  (config/errors.py)
 ├── WorkflowError               a workflow cannot be found, made or called
 ├── ModelError                  a model directory is missing or of another family
+├── KernelUnavailable           the native kernel cannot be had on this machine, or not for this model
 ├── DatasetError                tasks cannot be read
 ├── TraceError                  a trace to be simulated cannot be read
 ├── RunExists                   a run of that name exists and must not be overwritten
@@ -52,6 +53,7 @@ __all__ = [
     "EpisodeTimeout",
     "GrammarError",
     "GroupLost",
+    "KernelUnavailable",
     "ModelError",
     "NoInteractions",
     "NonFiniteUpdate",
@@ -82,6 +84,10 @@ class WorkflowError(ArealError):
 
 class ModelError(ArealError):
     """A model directory is missing, broken, or of a family this package does not run."""
+
+
+class KernelUnavailable(ArealError):
+    """The native kernel cannot be built, loaded or used; says why and what to do."""
 
 
 class DatasetError(ArealError):

@@ -96,6 +96,9 @@ def _declare_serve(parser: argparse.ArgumentParser) -> None:
     keys.add_argument("--api-key", metavar="KEY", help="what clients must send; by default one is made and printed")
     keys.add_argument("--api-key-file", metavar="FILE", help="a file with that key (or set AREAL_API_KEY)")
     parser.add_argument("--public-url", metavar="URL", default="", help="where clients reach it, if under another name")
+    parser.add_argument(
+        "--kernel", choices=("auto", "native", "torch"), default="auto", help="what computes, as rollout.kernel (auto)"
+    )
 
 
 def _declare_simulate(parser: argparse.ArgumentParser) -> None:

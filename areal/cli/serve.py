@@ -14,7 +14,7 @@ from pathlib import Path
 from areal.api.errors import EngineError
 from areal.config.errors import ConfigError
 from areal.config.keys import API_KEY_VARIABLE, find_key
-from areal.config.rollout import GenerationHyperparameters
+from areal.config.rollout import GenerationHyperparameters, Kernel
 from areal.proxy import Proxy
 from areal.utils.net import is_loopback
 
@@ -27,11 +27,13 @@ def run(args: argparse.Namespace) -> int:
     from areal.engine.models import find_model
 
     directory = find_model(args.model, lambda text: print(text, file=sys.stderr))
-    asyncio.run(_serve(args.model, directory, args.host, args.port, key, args.public_url))
+    asyncio.run(_serve(args.model, directory, args.host, args.port, key, args.public_url, args.kernel))
     return 0
 
 
-async def _serve(model: str, directory: Path, host: str, port: int, key: str | None, public_url: str) -> None:
+async def _serve(
+    model: str, directory: Path, host: str, port: int, key: str | None, public_url: str, kernel: Kernel
+) -> None:
     from areal.engine.inference.server import load_engine
     from areal.engine.models import max_positions
     from areal.utils.hf_utils import load_hf_processor, load_hf_tokenizer
@@ -39,7 +41,7 @@ async def _serve(model: str, directory: Path, host: str, port: int, key: str | N
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    engine = load_engine(directory)
+    engine = load_engine(directory, kernel=kernel)
     engine.on_failure = stop.set
     proxy = Proxy(
         engine,

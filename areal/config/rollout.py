@@ -24,6 +24,7 @@ GREEDY_BELOW = 1e-4
 MAX_TEMPERATURE = 3.4e38
 """What float32 holds."""
 WhenStale = Literal["wait", "drop", "train"]
+Kernel = Literal["auto", "native", "torch"]
 
 URL_SCHEMES = ("http://", "https://")
 """Of the addresses of vLLM's and SGLang's own servers."""
@@ -271,6 +272,9 @@ class RolloutConfig(Resources):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """What the engine computes in, and what weights are published in. Log-probs are the trainer's in float32 only; with
     bfloat16 the trainer recomputes them (actor.recompute_logprob)."""
+    kernel: Kernel = "auto"
+    """What computes the embedded engine's steps for models that this package's decoder knows: native = C++ on a CPU,
+    compiled on first use; torch = torch, on any device; auto = native on a CPU where it can be had, else torch."""
     in_process: bool = False
     """Run the episodes inside the driver, for breakpoints and tests."""
     stall_seconds: float | None = 0.5
@@ -311,6 +315,10 @@ class RolloutConfig(Resources):
             servers == 1 or self.gpus is not None or not self.device.startswith("cuda:"),
             f"engines must have a GPU each, got device={self.device} for the {servers} of backend={self.backend}; "
             "use cuda, which gives each of them its own",
+        )
+        require(
+            self.kernel != "native" or self.device in ("auto", "cpu"),
+            f"kernel=native computes on CPUs, got device={self.device}; use kernel=auto",
         )
         self._check_addresses()
         require(

@@ -12,9 +12,11 @@ import torch
 
 from areal.api.errors import ModelError
 from areal.config.errors import require
+from areal.config.rollout import Kernel
 from areal.engine.builtin.text import TINY_COUNTDOWN, TINY_MATH
 from areal.engine.builtin.vision import tiny_vision
 from areal.engine.inference.decoder_runner import DecoderRunner
+from areal.engine.inference.kernels import kernel_name
 from areal.engine.inference.model_runner import ModelRunner
 from areal.engine.model.architecture import Architecture, UnknownArchitecture, read_architecture
 from areal.engine.model.decoder import Decoder, parameter_count
@@ -62,9 +64,14 @@ def _download(model_id: str) -> Path:
 
 
 def open_runner(
-    directory: Path, dtype: str = "float32", device: str = "auto", *, with_weights: bool = True
+    directory: Path,
+    dtype: str = "float32",
+    device: str = "auto",
+    *,
+    kernel: Kernel = "auto",
+    with_weights: bool = True,
 ) -> ModelRunner:
-    """The model of a directory, to generate with, computed in `dtype` on `device`.
+    """The model of a directory, to generate with, computed in `dtype` on `device`; `kernel` as `rollout.kernel`.
 
     Without weights it is good for nothing until some are published to it.
     """
@@ -76,7 +83,11 @@ def open_runner(
         decoder = Decoder(architecture, torch.zeros(parameter_count(architecture), dtype=held, device=place))
         if with_weights:
             load_weights(decoder, directory)
-        return DecoderRunner(decoder, dtype=getattr(torch, dtype))
+        return DecoderRunner(decoder, dtype=getattr(torch, dtype), kernel=kernel)
+    require(
+        kernel != "native",
+        f"{directory.name} is computed by transformers, got rollout.kernel=native; leave it out",
+    )
     require(
         dtype == "float32",
         f"{directory.name} is computed by transformers in float32, got rollout.dtype={dtype}; leave it out",
@@ -120,6 +131,13 @@ def open_trainable(
     from areal.engine.transformers.training import TransformersTraining
 
     return TransformersTraining(TransformersModel(directory, trainable=not frozen, device=place, value_head=value_head))
+
+
+def sampling_kernel(directory: Path, kernel: Kernel, device: str) -> str:
+    """What computes an embedded engine's steps with this model and these settings; it decides their last bits."""
+    if _known(directory) is None:
+        return "transformers"
+    return kernel_name(kernel, find_device(device, "rollout.device"))
 
 
 def max_positions(directory: Path) -> int:

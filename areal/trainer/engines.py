@@ -341,6 +341,7 @@ class _OwnServer:
             "--gpus": backend.gpus_each,
             "--dtype": rollout.dtype,
             "--device": rollout.device,
+            "--kernel": rollout.kernel,
             "--index": index,
         }
         words = [str(word) for option in options.items() for word in option]

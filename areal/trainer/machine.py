@@ -17,6 +17,8 @@ from areal.engine.model.device import find_device
 
 DECISIVE = ("cpu", "instructions", "device", "threads", "areal", "torch", "transformers")
 """The facts that decide; the others are for people."""
+DECISIVE_IN_SAMPLING = ("kernel",)
+"""The facts that decide, besides, what the embedded engine draws (`sampling_kernel`)."""
 
 
 def machine_facts(device: str, threads: int) -> dict[str, Any]:
@@ -35,9 +37,9 @@ def machine_facts(device: str, threads: int) -> dict[str, Any]:
     }
 
 
-def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def differences(then: Mapping[str, Any], now: Mapping[str, Any], names: tuple[str, ...] = DECISIVE) -> list[str]:
     """The decisive facts that are not the same, as `threads: 2, here 1`; those that were not written down are not."""
-    known = [name for name in DECISIVE if name in then]
+    known = [name for name in names if name in then]
     return [f"{name}: {then[name]}, here {now.get(name)}" for name in known if then[name] != now.get(name)]
 
 

@@ -18,6 +18,7 @@ from areal.api.errors import NonFiniteUpdate
 from areal.api.messages import GroupResult
 from areal.config.experiment import PPOConfig
 from areal.dataset import TaskSource, get_custom_dataset, read_tasks
+from areal.engine.models import sampling_kernel
 from areal.engine.training.engine import TrainingEngine
 from areal.engine.training.learner import Critic, Learner
 from areal.infra.scheduler import Ask
@@ -128,6 +129,12 @@ class PPOTrainer(Trainer):
     def _fingerprint(self) -> dict[str, Any]:
         settings = {"gconfig.n_samples": self.config.gconfig.n_samples, "critic.path": self.config.critic.path or None}
         return {**super()._fingerprint(), **settings}
+
+    def _machine(self) -> dict[str, Any]:
+        rollout, facts = self.config.rollout, super()._machine()
+        if rollout.foreign_engines or self.config.scheduler.type != "local":  # then it is another machine that draws
+            return facts
+        return {**facts, "kernel": sampling_kernel(self._model, rollout.kernel, rollout.device)}
 
     def _meta(self) -> dict[str, Any]:
         return {**super()._meta(), "sampled_by": self._sampled_by}

@@ -21,7 +21,7 @@ from areal.store.checks import differing_fields
 from areal.store.reader import GROUPS, Altered, GroupChecks, StoredStep, StoreReader
 from areal.store.records import StepRecord
 from areal.store.writer import StoreWriter
-from areal.trainer.machine import differences, machine_facts
+from areal.trainer.machine import DECISIVE_IN_SAMPLING, differences, machine_facts
 from areal.trainer.ppo import PPOTrainer
 from areal.trainer.replay import (
     Figure,
@@ -58,7 +58,8 @@ def regenerate(run: Path, directory: Path, goes_on: Callable[[Taken], bool]) -> 
 
         def compared(step: int) -> None:
             with StoreReader(directory / config.experiment_name / TRIAL) as again:
-                taken = _compare(store, again, step, _reasons(config, machine))
+                here: Mapping[str, Any] = again.sessions()[0]["machine"]
+                taken = _compare(store, again, step, _reasons(config, machine, here))
             outcome.add(taken)
             if step == last or not goes_on(taken):
                 raise _Enough
@@ -140,9 +141,10 @@ def _config(values: Mapping[str, Any], directory: Path, total_steps: int, thread
     )
 
 
-def _reasons(config: PPOConfig, machine: Mapping[str, Any]) -> tuple[str, ...]:
+def _reasons(config: PPOConfig, machine: Mapping[str, Any], here: Mapping[str, Any]) -> tuple[str, ...]:
     """Why bits need not be the same."""
     reasons = differences(machine, machine_facts(config.actor.device, machine.get("threads", 0)))
+    reasons += differences(machine, here, DECISIVE_IN_SAMPLING)
     if config.actor.recompute_logprob is not True:
         reasons.append(
             f"actor.recompute_logprob={config.actor.recompute_logprob} trains on the engine's log-probs, whose last "

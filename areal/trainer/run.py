@@ -171,8 +171,7 @@ class Trainer(Closing):
                 display.say(note)
             values = without_secrets(self.config)
             store.set_meta({"fingerprint": fingerprint, "config": values, **self._meta()})
-            facts = machine_facts(self.config.actor.device, threads_of_learner(self.config))
-            store.session(standing.step, {**facts, "settings": settings_digest(values, self._total_steps)})
+            store.session(standing.step, {**self._machine(), "settings": settings_digest(values, self._total_steps)})
             directory.write_config(self.config)
             parts = RunParts(
                 directory,
@@ -202,6 +201,10 @@ class Trainer(Closing):
             "train_dataset.batch_size": dataset.batch_size,
             "train_dataset": f"{len(self._tasks)} tasks ({digest_of_tasks(self._tasks)})",
         }
+
+    def _machine(self) -> dict[str, Any]:
+        """What of the machine decides the bits of the run."""
+        return machine_facts(self.config.actor.device, threads_of_learner(self.config))
 
     def _meta(self) -> dict[str, Any]:
         """What else the store keeps for the whole run."""

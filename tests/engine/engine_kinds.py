@@ -24,7 +24,7 @@ from areal.engine.training.engine import TrainingEngine
 T = TypeVar("T")
 PATIENCE_SECONDS = 60.0
 """How long a test waits for anything; tests of engines that are slower set it."""
-LONG = 600
+LONG = 2000
 """Tokens that take far longer to draw than a call takes to reach the engine."""
 
 
@@ -39,8 +39,8 @@ class Engines:
     async def open(self) -> Any:
         if self.process is not None:
             return await self.process.connect()
-        if self.kind == "embedded":
-            return load_engine(self.model)
+        if self.kind in ("embedded", "torch"):
+            return load_engine(self.model, kernel="torch" if self.kind == "torch" else "auto")
         if self.kind == "group":
             group = EngineGroup()
             group.add("one", load_engine(self.model))
@@ -55,7 +55,7 @@ class Engines:
         return self.trainer.publish()
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["embedded", "server", "fake", "group"])
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["embedded", "torch", "server", "fake", "group"])
 async def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Engines]:
     place = tmp_path_factory.mktemp("model")
     model = write_model(place / "model")

@@ -23,7 +23,7 @@ from areal.engine.model.adapter import AdapterConfig, LowRank, adapter_writer, b
 from areal.engine.models import open_runner
 from areal.engine.training.engine import TrainingEngine
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("kernel")]
 
 EVERYTHING = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 ATTENTION = AdapterConfig(r=4, lora_alpha=8, target_modules=("q_proj", "v_proj"))

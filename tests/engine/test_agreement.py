@@ -20,7 +20,7 @@ from areal.engine.training.engine import TokenBatch, TrainingEngine
 from areal.engine.training.packing import Span
 from areal.utils.hf_utils import load_hf_tokenizer
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("kernel")]
 
 TOLERANCE = 1e-4
 SETTINGS: list[dict[str, Any]] = [

@@ -178,7 +178,7 @@ async def test_closing_fails_pending_and_later_calls(engines: Engines) -> None:
     engine = await engines.open()
     tasks = await begin(engine, 2, max_new_tokens=LONG)
     await engine.pause()
-    tasks.append(asyncio.create_task(engine.agenerate(ask())))
+    tasks.append(asyncio.create_task(engine.agenerate(ask(max_new_tokens=LONG))))
     await until(engine, running=2, waiting=1)
     await engine.resume()
     await engine.aclose()

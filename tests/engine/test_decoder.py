@@ -14,7 +14,7 @@ from areal.engine.model.architecture import Architecture, RopeScaling, read_arch
 from areal.engine.model.decoder import Decoder
 from areal.engine.model.weights import load_weights
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("kernel")]
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",

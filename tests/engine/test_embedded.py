@@ -15,7 +15,7 @@ from areal.config.rollout import GenerationHyperparameters
 from areal.engine.inference.decoder_runner import DecoderRunner
 from areal.engine.inference.engine import EmbeddedEngine
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("kernel")]
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from areal.engine.inference.fake import FakeEngine
 from areal.engine.inference.grammar import GrammarCompiler
 from areal.infra.rpc.wire import api_wire
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("kernel")]
 
 PROMPT = [1, 2, 3]
 END = 2

@@ -12,15 +12,16 @@ from tiny_models import TINY, training_engine
 
 from areal.api.io_struct import ModelRequest, ModelResponse
 from areal.config.rollout import GenerationHyperparameters
-from areal.engine.inference import attention, decoder_runner, kv_cache
+from areal.engine.inference import attention, decoder_runner, kv_cache, torch_kernel
 from areal.engine.inference import engine as engine_module
 from areal.engine.inference.attention import SharedPrefixes, decode_runs
 from areal.engine.inference.decoder_runner import DecoderRunner
 from areal.engine.inference.engine import EmbeddedEngine
+from areal.engine.inference.torch_kernel import TorchKernel
 from areal.engine.training.engine import TokenBatch, TrainingEngine
 from areal.engine.training.packing import Span
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("kernel")]
 
 TOLERANCE = 1e-4
 
@@ -212,10 +213,11 @@ def test_rows_that_share_a_prefix_have_it_in_common(filled: list[list[int]]) -> 
 @pytest.mark.parametrize("batch", [1, 3, 60])
 def test_faster_layouts_compute_the_same_and_follow_the_weights(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder, trainer = training_engine().decoder, training_engine()
-    plain = DecoderRunner(decoder)
-    monkeypatch.setattr(decoder_runner, "SMALLEST_BYTES", 0)
-    fast = DecoderRunner(decoder)
-    assert fast._matrices.weights
+    plain = DecoderRunner(decoder, kernel="torch")
+    monkeypatch.setattr(torch_kernel, "SMALLEST_BYTES", 0)
+    fast = DecoderRunner(decoder, kernel="torch")
+    assert isinstance(fast.kernel, TorchKernel)
+    assert fast.kernel.matrices.weights
     prompts = [[i, i + 1, i + 2] for i in range(batch)]
     for _ in range(2):
         for runner in (plain, fast):
@@ -227,7 +229,7 @@ def test_faster_layouts_compute_the_same_and_follow_the_weights(batch: int, monk
 
 
 async def test_faster_layouts_follow_a_swap_whatever_was_asked_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoder_runner, "SMALLEST_BYTES", 0)
+    monkeypatch.setattr(torch_kernel, "SMALLEST_BYTES", 0)
     trainer = training_engine()
     engine = EmbeddedEngine(DecoderRunner(training_engine().decoder))
     running = asyncio.create_task(engine.agenerate(ask([1, 2, 3], new=200)))
@@ -245,14 +247,14 @@ async def test_faster_layouts_follow_a_swap_whatever_was_asked_first(monkeypatch
 def test_layouts_that_were_prepared_before_a_swap_are_those_made_after_it(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decoder_runner, "SMALLEST_BYTES", 0)
+    monkeypatch.setattr(torch_kernel, "SMALLEST_BYTES", 0)
     engines = training_engine(), training_engine()
     waiting, prepared = (DecoderRunner(engine.decoder, dtype=dtype) for engine in engines)
     for runner in (waiting, prepared):
         runner.prefill([0], [[1, 2, 3]])
     new = [(tensor.detach(), tensor.detach() * 1.3) for _, tensor in prepared.named_weights()]
     layouts = prepared.prepare(new)
-    assert (layouts is not None) == bool(prepared._matrices.weights)
+    assert (layouts is not None) == prepared.kernel.fits_twice
     assert torch.equal(prepared.decode([5], [3]), waiting.decode([5], [3])), "the present weights count until the swap"
     for tensor, value in new:
         tensor.copy_(value)
@@ -267,11 +269,12 @@ def test_layouts_that_were_prepared_before_a_swap_are_those_made_after_it(
 
 
 def test_bfloat16_has_no_layouts_where_the_processor_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoder_runner, "SMALLEST_BYTES", 0)
-    runner = DecoderRunner(training_engine().decoder, dtype=torch.bfloat16)
+    monkeypatch.setattr(torch_kernel, "SMALLEST_BYTES", 0)
+    runner = DecoderRunner(training_engine().decoder, dtype=torch.bfloat16, kernel="torch")
     runner.prefill([0], [[1, 2, 3]])
     assert runner.decode([5], [3]).isfinite().all()
-    assert bool(runner._matrices.weights) == torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    assert isinstance(runner.kernel, TorchKernel)
+    assert bool(runner.kernel.matrices.weights) == torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def test_bfloat16_is_close_and_follows_the_weights() -> None:

@@ -21,7 +21,7 @@ from areal.engine.inference.sampler import BLOCK, SamplingParams, sample
 from areal.engine.training.engine import TokenBatch
 from areal.engine.training.packing import Span
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("kernel")]
 
 TEMPERATURES = st.sampled_from([0.0, GREEDY_BELOW, 1e-3, 1.0, 2.0, 1e20, 3.4e38]) | st.floats(GREEDY_BELOW, 3.4e38)
 TOP_P = st.sampled_from([1.0, 5e-324, 1e-46, 1e-30, 1 - 1e-9]) | st.floats(0, 1, exclude_min=True)

@@ -22,7 +22,7 @@ from areal.engine.inference.model_runner import Piece
 from areal.engine.models import open_runner
 from areal.engine.transformers.runner import TransformersRunner
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("kernel")]
 
 BAD = 99
 """A token that requests hold which are to fail: the second of their prompts."""

@@ -59,6 +59,8 @@ def all_checks(config: PPOConfig, *, chosen: bool) -> Iterator[Check]:
     yield from check_engines(config, chosen=chosen)
     yield check_sandbox()
     yield from check_torch()
+    if find_spec("torch") is not None:
+        yield check_kernel(config)
 
 
 def check_model(path: str, backend: str) -> Iterator[Check]:
@@ -105,6 +107,24 @@ def check_torch() -> Iterator[Check]:
         yield Check("accelerators", "ok", f"none; models are computed on {os.cpu_count()} CPU cores")
 
 
+def check_kernel(config: PPOConfig) -> Check:
+    """What would compute the embedded engine's steps; tried out, which compiles it once."""
+    from areal.engine.model.device import find_device
+    from areal.engine.native.library import load
+
+    name, rollout = "engine kernel", config.rollout
+    if rollout.kernel == "torch":
+        return Check(name, "ok", "torch (rollout.kernel=torch)")
+    try:
+        if (device := find_device(rollout.device, "rollout.device").type) != "cpu":
+            return Check(name, "ok", f"torch, on {device}")
+        return Check(name, "ok", f"native ({load().name})")
+    except ArealError as error:
+        found, _, remedy = str(error).rpartition("; ")
+        needed = rollout.kernel == "native"
+        return Check(name, "missing" if needed else "note", f"{'' if needed else 'torch: '}{found}", remedy)
+
+
 def _pinned_torch() -> str:
     try:
         wanted = [each.partition(";")[0].strip() for each in requires("areal") or []]
@@ -122,7 +142,7 @@ def check_compiler() -> Check:
         "C++ compiler",
         "note",
         "none",
-        "install g++ (apt-get install g++) if you serve with vLLM, which compiles kernels",
+        "install g++ (apt-get install g++): the embedded engine and vLLM compile kernels",
     )
 
 

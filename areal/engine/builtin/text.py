@@ -29,6 +29,7 @@ from areal.engine.model.decoder import initialise
 from areal.engine.training.engine import TrainingEngine
 from areal.engine.training.supervised import Example, mean_nll, supervised_batch
 from areal.reward.countdown import reaches
+from areal.utils.cache import cache_directory
 from areal.utils.hf_utils import load_hf_tokenizer
 
 Report = Callable[[str], None]
@@ -123,7 +124,7 @@ class Recipe:
     def _success(self, engine: TrainingEngine, tokenizer: Any, exam: list[tuple[Problem, list[int]]]) -> float:
         """Share of right answers when each problem is sampled once at temperature 1."""
         prompts = [prompt for _, prompt in exam]
-        runner = DecoderRunner(engine.decoder)
+        runner = DecoderRunner(engine.decoder, kernel="torch")  # so that it is the same model everywhere
         texts = sampled_answers(runner, tokenizer, prompts, [()] * len(prompts), self.answer_tokens)
         right = [self.right(text, problem) for text, (problem, _) in zip(texts, exam, strict=True)]
         return right.count(True) / len(exam)
@@ -257,10 +258,7 @@ def _one_thread() -> Iterator[None]:
 
 def cached(name: str, make: Callable[[Path, Report], None], report: Report) -> Path:
     """The directory of the model of that name, made now if it is not cached. Several processes may ask at once."""
-    base = os.environ.get("AREAL_CACHE") or os.path.join(
-        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "areal"
-    )
-    target = Path(base) / name
+    target = cache_directory() / name
     if not (target / "config.json").exists():
         target.parent.mkdir(parents=True, exist_ok=True)
         making = Path(tempfile.mkdtemp(prefix="making-", dir=target.parent))

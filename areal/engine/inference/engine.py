@@ -29,7 +29,14 @@ from areal.api.engine_api import EngineHealth, WeightUpdate
 from areal.api.errors import EngineError, EngineGone
 from areal.api.io_struct import ModelRequest, ModelResponse, StopReason, TokenChunk
 from areal.engine.inference.grammar import GrammarCompiler
-from areal.engine.inference.model_runner import MixedRunner, ModelRunner, Piece, PreparingRunner, WholePrompts
+from areal.engine.inference.model_runner import (
+    MixedRunner,
+    ModelRunner,
+    Piece,
+    PreparingRunner,
+    SamplingRunner,
+    WholePrompts,
+)
 from areal.engine.inference.sampler import sample
 from areal.engine.inference.scheduler import StepScheduler
 from areal.engine.inference.sequence import PROCESS_ENDS, SequenceState
@@ -65,6 +72,7 @@ class EmbeddedEngine:
         """Called when it has."""
         self._runner = runner
         self._mixed = runner if isinstance(runner, MixedRunner) else WholePrompts(runner)
+        self._sample = runner.sample if isinstance(runner, SamplingRunner) else sample
         self._scheduler = StepScheduler(self._mixed, max_running)
         self._tokenizer = tokenizer
         self._grammars = GrammarCompiler(tokenizer, runner.vocab_size)
@@ -285,7 +293,7 @@ class EmbeddedEngine:
             return
         params, simple, all_drawn = batch.params, batch.simple, True
         banned = None if simple else batch.banned(logits)
-        tokens, logprobs = sample(logits, params, batch.counts, banned)
+        tokens, logprobs = self._sample(logits, params, batch.counts, banned)
         for sequence, token, logprob in zip(batch.sequences, tokens, logprobs, strict=True):
             if not logprob > _IMPOSSIBLE:  # so that it holds for NaN too
                 sequence.fail(

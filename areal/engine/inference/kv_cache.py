@@ -44,6 +44,8 @@ class KeyValueCache:
         self.partial = KeyValuePool(shape, 0, slots=1)
         """The prompt that is computed in part."""
         self.device = shape.device
+        self.moves = 0
+        """Counts up whenever a row may be in another place than before."""
         self._shape = shape
         self._max_positions = max_positions
         self._pools: dict[int, KeyValuePool] = {}
@@ -103,6 +105,7 @@ class KeyValueCache:
 
     def move(self, source: int, target: int) -> None:
         """Move the sequence in row `source` to row `target`, whose old contents are lost."""
+        self.moves += 1
         if target in self._slots:
             self._free(target)
         place = self._slots[target] = self._slots.pop(source)
@@ -134,6 +137,7 @@ class KeyValueCache:
         return pool
 
     def _assign(self, row: int, capacity: int) -> None:
+        self.moves += 1
         pool = self._pool(capacity, 1)
         self._slots[row] = CacheSlot(pool, len(pool.owners))
         self._capacities[row] = capacity
@@ -144,6 +148,7 @@ class KeyValueCache:
 
     def _vacate(self, place: "CacheSlot", row: int) -> None:
         """The last of the pool moves into the slot."""
+        self.moves += 1
         pool, last = place.pool, place.pool.owners.pop()
         if last != row:
             length = int(self._lengths[last])
@@ -198,6 +203,8 @@ class KeyValuePool:
         return self.data[:, slot, :, :length]
 
     def _views(self) -> tuple[list[Tensor], Tensor]:
+        self.address = self.data.data_ptr()
+        self.layer_floats, self.slot_floats, self.head_floats = self.data.stride()[:3]
         slots, heads = self.data.shape[1:3]
         starts = torch.arange(slots * heads, device=self.shape.device).view(slots, heads) * self.capacity
         return [layer.flatten(0, 2) for layer in self.data.unbind(0)], starts

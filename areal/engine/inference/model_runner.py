@@ -8,6 +8,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from areal.api.messages import Array
+from areal.engine.inference.sampler import SamplingParams
 from areal.engine.model.device import to_device
 from areal.engine.model.live import HoldsWeights
 
@@ -111,6 +113,15 @@ class PreparingRunner(Protocol):
     def adopt(self, prepared: object) -> None:
         """The tensors have just got the values that this was prepared for."""
         ...
+
+
+@runtime_checkable
+class SamplingRunner(Protocol):
+    """A runner that draws tokens too, as `sampler.sample` does and sooner."""
+
+    def sample(
+        self, logits: Tensor, params: SamplingParams, counts: Sequence[int] | Array, banned: Tensor | None = None
+    ) -> tuple[list[int], list[float]]: ...
 
 
 class WholePrompts:

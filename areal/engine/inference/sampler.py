@@ -64,6 +64,16 @@ class SamplingParams:
             np.array(seeds, dtype=np.uint64),
         )
 
+    @property
+    def limited_rows(self) -> Tensor:
+        """Those that have top_p or top_k."""
+        return (self.top_p < 1) | (self.top_k > 0)
+
+    def of(self, rows: Array) -> Self:
+        """The settings of some rows."""
+        columns = (self.temperatures.numpy(), self.greedy.numpy(), self.top_p.numpy(), self.top_k.numpy(), self.seeds)
+        return self.of_columns(*(column[rows] for column in columns))
+
     def on(self, device: torch.device) -> Self:
         """The same with the columns on a device, but for the seeds; sent there once."""
         if device.type == "cpu":

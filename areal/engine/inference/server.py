@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, get_args
 
 from areal.api.engine_api import InferenceEngine, WeightUpdate
 from areal.api.errors import WeightMismatch
@@ -26,6 +26,7 @@ from areal.api.messages import ENGINE_ROLE, Doing
 from areal.config.backend import KINDS
 from areal.config.errors import ArealError, require
 from areal.config.keys import ENGINE_SECRET_VARIABLE, find_key
+from areal.config.rollout import Kernel
 from areal.engine.inference.engine import EmbeddedEngine
 from areal.engine.inference.remote import GENERATE_ROLE, PROGRESS, engine_handlers, worker_handlers
 from areal.engine.models import open_runner
@@ -52,6 +53,7 @@ class EngineOptions:
     """A Hugging Face directory."""
     dtype: str = "float32"
     device: str = "auto"
+    kernel: Kernel = "auto"
     gpus: int = 1
     """That the model is spread over."""
     with_weights: bool = True
@@ -82,13 +84,15 @@ class ServedEngine(InferenceEngine, Protocol):
         ...
 
 
-def load_engine(directory: Path) -> EmbeddedEngine:
-    """An embedded engine on the weights of a model directory."""
-    return _embedded(EngineOptions(directory))
+def load_engine(directory: Path, *, kernel: Kernel = "auto") -> EmbeddedEngine:
+    """An embedded engine on the weights of a model directory; `kernel` as `rollout.kernel`."""
+    return _embedded(EngineOptions(directory, kernel=kernel))
 
 
 def _embedded(options: EngineOptions) -> EmbeddedEngine:
-    runner = open_runner(options.model, options.dtype, options.device, with_weights=options.with_weights)
+    runner = open_runner(
+        options.model, options.dtype, options.device, kernel=options.kernel, with_weights=options.with_weights
+    )
     return EmbeddedEngine(runner, load_hf_tokenizer(options.model))
 
 
@@ -276,6 +280,7 @@ async def main(words: list[str] | None = None) -> str | None:
     parser.add_argument("--gpus", type=int, default=1, help="that the model is spread over")
     parser.add_argument("--dtype", default="float32", help="what the embedded engine computes in")
     parser.add_argument("--device", default="auto", help="where the embedded engine computes")
+    parser.add_argument("--kernel", default="auto", choices=get_args(Kernel), help="what computes its steps")
     parser.add_argument("--python", default="", help="the interpreter that has vLLM or SGLang; left out = this one")
     parser.add_argument("--engine-arg", action="append", default=[], help="a further one of vLLM's or SGLang's server")
     parser.add_argument("--url", default="", help="of a vLLM or SGLang server that runs already")
@@ -300,6 +305,7 @@ async def main(words: list[str] | None = None) -> str | None:
         model,
         given.dtype,
         given.device,
+        given.kernel,
         given.gpus,
         with_weights=model == given.model,
         python=given.python,

@@ -85,7 +85,8 @@ class Decoder:
         self.head = self.parameters.get("head", self.embedding)
         self.final_norm = self.parameters["final_norm"]
         self.layers = [Layer(self.parameters.get, i) for i in range(architecture.num_layers)]
-        self._rotary = _rotary_table(architecture).to(self.flat)
+        self.rotary = _rotary_table(architecture).to(self.flat)
+        """[positions,2E]: cosines, then signed sines."""
         self._on_cpu = self.flat.is_cpu
         self._zero = self.flat.new_zeros(())
         sizes, eps = (architecture.hidden_size, architecture.head_dim), architecture.norm_eps
@@ -106,7 +107,7 @@ class Decoder:
         `only`: of these tokens; the last layer gives the others no more than their keys and values. `checkpointing`
         computes each layer again for its gradient instead of keeping its activations.
         """
-        rotation = self._rotary.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
+        rotation = self.rotary.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
         h = F.embedding(ids, self.embedding)
         for index in range(len(self.layers)):
             wanted = only if index == len(self.layers) - 1 else None
