@@ -108,7 +108,6 @@ def compile_library(compiler: str, target: Path, flags: tuple[str, ...]) -> None
         raise KernelUnavailable(f"{compiler} cannot compile the native kernel: {what}; install a current g++")
 
 
-@cache
 def find_compiler() -> str | None:
     """$CXX, or the first that is there; g++ is what the kernel is tested with."""
     for name in filter(None, (os.environ.get("CXX"), "g++", "c++", "clang++")):
