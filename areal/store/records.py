@@ -3,7 +3,7 @@
 import json
 import sqlite3
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from math import sqrt
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -21,8 +21,8 @@ PREVIEW_CHARACTERS = 160
 TASK_CHARACTERS = 65_536
 BLOBS = ("conversations", "rows", "trained")
 """Tables with a row for each group."""
-ELSEWHERE = ("rows", "nodes")
-"""Fields of an episode that are not plain values."""
+PLAIN_FIELDS = [each.name for each in fields(Episode) if each.name not in ("rows", "nodes")]
+"""Of an episode; the others are not plain values."""
 
 
 @dataclass(frozen=True)
@@ -160,8 +160,7 @@ def _write_episodes(
     texts = enumerate(map(_conversation_text, episodes), last - len(episodes) + 1)
     db.executemany("INSERT INTO texts (rowid, body) VALUES (?, ?)", texts)
     conversations = [
-        {name: value for name, value in vars(each).items() if name not in ELSEWHERE} | {"nodes": by_name(each.nodes)}
-        for each in episodes
+        {name: getattr(each, name) for name in PLAIN_FIELDS} | {"nodes": by_name(each.nodes)} for each in episodes
     ]
     previews = to_json([_preview(each) for each in episodes])
     db.execute("INSERT INTO conversations VALUES (?, ?, ?)", (task_id, previews, pack(conversations)))
