@@ -9,7 +9,7 @@ from plain_forward import plain_logprobs
 from tiny_models import training_engine
 
 from areal.engine.training.engine import TokenBatch
-from areal.engine.training.packing import Span, pack
+from areal.engine.training.packing import Pack, Span, pack
 
 pytestmark = pytest.mark.slow
 
@@ -48,6 +48,34 @@ def test_passes_keep_to_the_budget_and_ask_for_every_position_once(spans: list[S
     assert all(sum(row.tokens for row in part.rows) == len(part.ids) for part in packs)
     asked = sorted(place for part in packs for place in part.order.tolist())
     assert asked == list(range(sum(len(span.asked) for span in spans)))
+
+
+def seen_by_each(part: Pack) -> list[list[int]]:
+    """Which tokens each token of a pass attends to."""
+    seen: list[list[int]] = []
+    for row in part.rows:
+        causal = row.causal_mask(torch.device("cpu")).expand(row.count, 1, -1, -1)
+        for member in (causal if row.mask is None else row.mask)[:, 0]:
+            start = len(seen)
+            seen += [(torch.nonzero(line == 0).flatten() + start).tolist() for line in member]
+    return seen
+
+
+@settings(max_examples=100, deadline=None)
+@given(spans=span_lists(), budget=st.integers(1, 80))
+def test_what_predicts_a_token_attends_to_its_prefix_and_nothing_else(spans: list[Span], budget: int) -> None:
+    asked = [(span, place) for span in spans for place in span.asked.tolist()]
+    for part in pack(spans, budget):
+        seen = seen_by_each(part)
+        assert part.sources.tolist() == sorted(set(part.sources.tolist()))
+        for row, target, number in zip(
+            *(each.tolist() for each in (part.picks.rows, part.picks.targets, part.order)), strict=True
+        ):
+            span, place = asked[number]
+            prefix = seen[part.sources[row]]
+            assert part.positions[prefix].tolist() == list(range(place))
+            assert part.ids[prefix].tolist() == span.ids[:place].tolist()
+            assert target == span.ids[place]
 
 
 def group(prefix: int, tails: int, count: int) -> list[Span]:

@@ -84,6 +84,17 @@ def test_a_group_comes_back_bit_by_bit_when_it_is_ready_and_when_it_is_trained(t
             assert same(batch[0], sent)
 
 
+def test_what_was_asked_of_an_episode_before_is_not_stored_with_it(tmp_path: Path) -> None:
+    sent = group(5)
+    versions = [episode.oldest_version for episode in sent.episodes]
+    with StoreWriter(tmp_path) as store:
+        store.ready(sent)
+    with StoreReader(tmp_path) as reader:
+        (found,) = reader.ready()
+    assert same(found, sent)
+    assert [episode.oldest_version for episode in found.episodes] == versions
+
+
 def test_a_batch_keeps_its_order(tmp_path: Path) -> None:
     with StoreWriter(tmp_path) as store:
         for task_id in range(4):
