@@ -1,10 +1,9 @@
 """One worker process as its parent sees it: start it, send it calls, read its answers, end it.
 
-The process started here is the worker's supervisor (`descendants`), which ends as the worker does. What the worker
-answers is data from code that is not ours: it is checked and never unpickled.
+The process that a fork server starts is the worker's supervisor (`descendants`), which ends as the worker does. What
+the worker answers is data from code that is not ours: it is checked and never unpickled.
 
-Used only by the thread that made it, except for `kill`, which any thread may call. That thread must outlive it: Linux
-sends a worker its parent-death signal when the *thread* that started it ends.
+Used only by the thread that made it, except for `kill`, which any thread may call.
 """
 
 import math
@@ -12,13 +11,10 @@ import os
 import pickle
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,13 +41,8 @@ from areal.utils.process_pool.channel import (
     PoolFrame,
 )
 from areal.utils.process_pool.descendants import children_of
+from areal.utils.process_pool.fork_server import ForkServer, search_path
 
-# A command, not multiprocessing, so that scripts without a main guard work. The search path comes by argument and not
-# by PYTHONPATH, which the user's own sub-processes would inherit.
-_BOOTSTRAP = (
-    "import sys; own, sys.path[:] = sys.argv[1:5], sys.argv[5:]; del sys.argv[1:]; "
-    "from areal.utils.process_pool.worker import main; main(*map(int, own[:3]), float(own[3]))"
-)
 _MAX_FUNCTIONS = 64
 _END_SECONDS = 10.0
 _FAILURES: dict[PoolFrame, type[CallFailed]] = {
@@ -72,7 +63,7 @@ class Limits:
 class Child:
     """Its methods raise PoolChannelClosed when the process has ended, PoolChannelBroken if it answers nonsense."""
 
-    def __init__(self, limits: Limits, load_seconds: float) -> None:
+    def __init__(self, server: ForkServer, limits: Limits, load_seconds: float) -> None:
         """`load_seconds` bounds the loading of a function, and of the arguments of one call."""
         ours, theirs = socket.socketpair()
         self._channel = PoolChannel(ours, TOKEN_BYTES + MOST_RESULT_BYTES)
@@ -85,11 +76,14 @@ class Child:
         """Of the calls that were sent and not answered, in their order, and last that of DONE."""
         self._lock = threading.Lock()
         self._ended = False
+        self._status: int | None = None
+        """How it ended, once it was ended."""
         self.usable = True
         """False once it was killed or died: end it and start another."""
         with theirs:
             try:
-                self._process = _start(theirs.fileno(), self._claims.read_fd, limits)
+                memory_bytes, cpu_seconds = limits.memory_bytes or 0, limits.cpu_seconds or 0.0
+                self._process = server.fork(theirs.fileno(), self._claims.read_fd, memory_bytes, cpu_seconds)
             except OSError:
                 ours.close()
                 self._claims.close()
@@ -152,9 +146,8 @@ class Child:
         """End the process and those it started, at once; harmless after its end."""
         self.usable = False
         with self._lock:
-            # Once reaped, the number may belong to another process.
             if not self._ended:
-                _signal(self.pid, signal.SIGTERM)
+                self._process.signal(signal.SIGTERM)
 
     def end(self) -> int | None:
         """Kill it if it lives and release everything; returns its exit status as `subprocess` has it.
@@ -163,18 +156,17 @@ class Child:
         """
         self.kill()
         with self._lock:
-            if not self._ended:
-                self._channel.close()
-                self._claims.close()
+            if self._ended:
+                return self._status
             self._ended = True
-        try:
-            return self._process.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:
-            _signal(self.pid, signal.SIGKILL)  # a function stopped the supervisor; the worker ends with it
-        try:
-            return self._process.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:
-            return None
+        self._channel.close()
+        self._claims.close()
+        self._status = self._process.wait(_END_SECONDS)
+        if self._status is None:
+            self._process.signal(signal.SIGKILL)  # a function stopped the supervisor; the worker ends with it
+            self._status = self._process.wait(_END_SECONDS)
+        self._process.close()
+        return self._status
 
     def crash(self, what: str, error: PoolChannelClosed) -> CallCrashed:
         """End it, and say how `what` ended it, which was noticed by `error`."""
@@ -193,14 +185,9 @@ class Child:
         return CallCrashed(f"{what} ended its process: {how}", status)
 
     def alive(self) -> bool:
-        """Whether the process runs. Looks without reaping, so that its number stays its own."""
+        """Whether the process runs."""
         with self._lock:
-            if self._ended:
-                return False
-            try:
-                return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
-            except ChildProcessError:
-                return False
+            return not self._ended and self._process.alive()
 
     def _load(self, function: PackedFunction, deadline: float) -> None:
         if function.digest in self._functions:
@@ -209,7 +196,7 @@ class Child:
         if forget:
             self._functions.clear()
         (token,) = _new_tokens(1)
-        load = pickle.dumps((token, function.digest, _search_path(), forget, function.payload))
+        load = pickle.dumps((token, function.digest, search_path(), forget, function.payload))
         self._channel.send(PoolFrame.LOAD, load, deadline)
         self._expect(PoolFrame.LOADED, token, function, deadline)
         self._functions.add(function.digest)
@@ -268,25 +255,3 @@ def _failure_texts(body: memoryview) -> tuple[str, str, str]:
         case [str() as kind, str() as text, str() as trace]:
             return kind, text, trace
     raise PoolChannelBroken("a failure without its texts")
-
-
-def _search_path() -> list[str]:
-    """This process's import path, made independent of the working directory."""
-    return [os.path.abspath(entry) for entry in sys.path]
-
-
-def _start(channel_fd: int, claims_fd: int, limits: Limits) -> "subprocess.Popen[bytes]":
-    own = [str(channel_fd), str(claims_fd), str(limits.memory_bytes or 0), str(limits.cpu_seconds or 0)]
-    return subprocess.Popen(
-        [sys.executable, "-P", "-c", _BOOTSTRAP, *own, *_search_path()],
-        stdin=subprocess.DEVNULL,
-        stdout=2,  # what functions print is for people; results have a channel of their own
-        pass_fds=(channel_fd, claims_fd),
-        process_group=0,  # Ctrl-C reaches only us
-        env={"OMP_NUM_THREADS": "1", **os.environ},  # there are as many processes as cores
-    )
-
-
-def _signal(pid: int, number: int) -> None:
-    with suppress(ProcessLookupError):  # already gone and reaped by a process-wide SIGCHLD policy
-        os.kill(pid, number)

@@ -106,8 +106,12 @@ class ProcessPool(Closing):
         return self._workers.pids()
 
     def supervisors(self) -> list[int]:
-        """The processes started here, each with a worker process below it."""
+        """The processes above the worker processes, one for each."""
         return self._workers.supervisors()
+
+    def server_pid(self) -> int | None:
+        """The process below which all of these are; None = there is none yet."""
+        return self._workers.server_pid
 
     def close(self) -> None:
         """Kill every worker process and fail what is queued or running; harmless when repeated."""
@@ -181,11 +185,11 @@ class SharedPools:
                 self._pools[full] = self._pools[pid, size, limits] = pool
             return pool
 
-    def supervisors(self) -> list[int]:
-        """Those of all pools of this process."""
+    def server_pids(self) -> list[int]:
+        """The children of this process below which all processes of its pools are."""
         with self._lock:
-            pools = {id(pool): pool for (pid, _, _), pool in self._pools.items() if pid == os.getpid()}
-        return [pid for pool in pools.values() for pid in pool.supervisors()]
+            found = {pool.server_pid() for (pid, _, _), pool in self._pools.items() if pid == os.getpid()}
+        return [pid for pid in found if pid is not None]
 
 
 def _fair_limits(size: int) -> Limits:

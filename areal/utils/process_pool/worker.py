@@ -1,7 +1,7 @@
 """What runs inside a worker process of `ProcessPool`: keep functions, call one at a time, answer in frames.
 
 It applies the process's limits and ends with the parent. It does not enforce deadlines: the parent kills it. Nothing
-heavy is imported here, so that a killed worker is replaced in a tenth of a second.
+heavy is imported here, because the fork server of every pool loads it.
 
 Between two calls, what the first changed in the process is undone and what it started is killed, before its answer is
 sent: if that fails, its own call fails. What loading a function changed or started stays for all of its calls.
@@ -167,7 +167,7 @@ def _children() -> set[int]:
 def _pool_processes() -> set[int]:
     """The processes of reward functions that an agent calls here, which are shared by its episodes."""
     pool = sys.modules.get(_POOL_MODULE)
-    return set(pool.SHARED.supervisors()) if pool is not None else set()
+    return set(pool.SHARED.server_pids()) if pool is not None else set()
 
 
 def _pack_result(result: Any) -> Reply:

@@ -21,6 +21,7 @@ from areal.utils.logging import getLogger
 from areal.utils.process_pool.calls import CallCrashed, CallError, CallFailed, PackedFunction, PoolCall, PoolClosed
 from areal.utils.process_pool.channel import PoolChannelClosed
 from areal.utils.process_pool.child import Child, Limits
+from areal.utils.process_pool.fork_server import ForkServer
 
 _MAX_CALLS = 64
 _MAX_BYTES = 1 << 18
@@ -43,6 +44,7 @@ class Workers:
         self._queue: deque[PoolCall] = deque()
         self._threads: list[_WorkerThread] = []
         self._children: set[Child] = set()
+        self._server = ForkServer()
         self._owner = os.getpid()
         self.closed = False
 
@@ -73,7 +75,7 @@ class Workers:
         return False
 
     def start_child(self) -> Child:
-        child = Child(self._limits, self._load_seconds)
+        child = Child(self._server, self._limits, self._load_seconds)
         with self._lock:
             if not self.closed:
                 self._children.add(child)
@@ -94,6 +96,10 @@ class Workers:
         with self._lock:
             return [child.pid for child in self._children]
 
+    @property
+    def server_pid(self) -> int | None:
+        return self._server.pid
+
     def close(self) -> None:
         if os.getpid() != self._owner:
             return  # a fork's copy: the processes are the original's
@@ -108,6 +114,7 @@ class Workers:
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(_JOIN_SECONDS)
+        self._server.close()  # last: it says how the others ended
 
     def _wake_for(self, count: int) -> None:
         if len(self._threads) < self._size and len(self._queue) > sum(not thread.calls for thread in self._threads):
