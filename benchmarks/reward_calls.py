@@ -5,6 +5,7 @@ import time
 from typing import Any
 
 BUSY_SECONDS = 0.005
+SCORE_SECONDS = 0.001
 
 
 def small(prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], **data: Any) -> float:
@@ -14,9 +15,7 @@ def small(prompt: str, completion: str, prompt_ids: list[int], completion_ids: l
 
 def busy(prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], **data: Any) -> float:
     """Five milliseconds of processor time."""
-    end = time.process_time() + BUSY_SECONDS
-    while time.process_time() < end:
-        sum(range(500))
+    _compute(BUSY_SECONDS)
     return small(prompt, completion, prompt_ids, completion_ids, **data)
 
 
@@ -25,6 +24,8 @@ def survive(kind: str, number: int) -> int:
     if kind == "loop":
         while True:
             pass
+    if kind == "raise":
+        raise ValueError(f"{number} is not scored")
     if kind == "crash":
         os.abort()
     if kind == "hoard":
@@ -32,3 +33,16 @@ def survive(kind: str, number: int) -> int:
         while True:
             hoard.append(b"x" * (1 << 20))
     return number * number
+
+
+def score(kind: str, number: int) -> int:
+    """The same after a millisecond of processor time, which is little for a reward that parses an answer."""
+    if kind == "good":
+        _compute(SCORE_SECONDS)
+    return survive(kind, number)
+
+
+def _compute(seconds: float) -> None:
+    end = time.process_time() + seconds
+    while time.process_time() < end:
+        sum(range(500))

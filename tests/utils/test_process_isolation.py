@@ -556,24 +556,22 @@ async def test_future_cancelled_by_another_thread_ends_its_waiter_and_no_other()
         assert await asyncio.wait_for(asyncio.gather(*good), LONG_SECONDS) == [2.0] * 3
 
 
-SUPERVISED = """
-import os, signal
-from areal.utils.process_pool.descendants import run_supervised
-run_supervised(())
-print(os.getpid(), flush=True)
-signal.pause()
-"""
+def say_who_and_pause(note: str) -> None:
+    Path(note).write_text(str(os.getpid()))
+    signal.pause()
 
 
-def test_supervisor_that_is_asked_to_end_meanwhile_still_tells_how_its_worker_ended() -> None:
-    supervisor = subprocess.Popen([sys.executable, "-c", SUPERVISED], stdout=subprocess.PIPE)
-    assert supervisor.stdout is not None
-    worker = int(supervisor.stdout.readline())
-    os.kill(supervisor.pid, signal.SIGSTOP)
+def test_server_that_is_asked_to_end_meanwhile_still_tells_how_its_worker_ended(
+    pool: ProcessPool, tmp_path: Path
+) -> None:
+    note = tmp_path / "note"
+    os.mkfifo(note)
+    future = pool.submit(say_who_and_pause, (str(note),), timeout_seconds=LONG_SECONDS)
+    worker = int(note.read_text())
+    (server,) = pool.supervisors()
+    os.kill(server, signal.SIGSTOP)
     os.kill(worker, signal.SIGXCPU)
-    assert ended_within(worker, LONG_SECONDS)
-    os.kill(supervisor.pid, signal.SIGCONT)
-    while supervisor.poll() is None:  # at any moment of its end
-        os.kill(supervisor.pid, signal.SIGTERM)
-    assert supervisor.returncode == -signal.SIGXCPU
-    supervisor.stdout.close()
+    os.kill(server, signal.SIGTERM)
+    os.kill(server, signal.SIGCONT)
+    assert "SIGXCPU" in str(future.exception(LONG_SECONDS))
+    assert pool.supervisors() == [server]

@@ -1,7 +1,7 @@
 """One worker process as its parent sees it: start it, send it calls, read its answers, end it.
 
-The process that a fork server starts is the worker's supervisor (`descendants`), which ends as the worker does. What
-the worker answers is data from code that is not ours: it is checked and never unpickled.
+A fork server starts it and ends what it leaves behind. What the worker answers is data from code that is not ours: it
+is checked and never unpickled.
 
 Used only by the thread that made it, except for `kill`, which any thread may call.
 """
@@ -40,7 +40,6 @@ from areal.utils.process_pool.channel import (
     PoolChannelClosed,
     PoolFrame,
 )
-from areal.utils.process_pool.descendants import children_of
 from areal.utils.process_pool.fork_server import ForkServer, search_path
 
 _MAX_FUNCTIONS = 64
@@ -91,12 +90,7 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Of the supervisor."""
         return self._process.pid
-
-    def worker_pid(self) -> int:
-        """Of the process that runs calls; before it is forked, that of its supervisor."""
-        return next(iter(children_of(self.pid)), self.pid)
 
     def begin(self, calls: Sequence[PoolCall]) -> None:
         """Send calls of one function, to be run in this order. Raises LoadFailed, or CallTimeout if loading hangs."""
@@ -112,6 +106,14 @@ class Child:
         except LoadFailed:
             self.take_back()
             raise
+        except TimeoutError:
+            self.usable = False
+            raise CallTimeout(f"{function.name} took over {self._load_seconds:g} s to load") from None
+
+    def load(self, function: PackedFunction) -> None:
+        """Load a function before it is called. Raises LoadFailed, or CallTimeout if loading hangs."""
+        try:
+            self._load(function, time.monotonic() + self._load_seconds)
         except TimeoutError:
             self.usable = False
             raise CallTimeout(f"{function.name} took over {self._load_seconds:g} s to load") from None
@@ -147,7 +149,7 @@ class Child:
         self.usable = False
         with self._lock:
             if not self._ended:
-                self._process.signal(signal.SIGTERM)
+                self._process.kill()
 
     def end(self) -> int | None:
         """Kill it if it lives and release everything; returns its exit status as `subprocess` has it.
@@ -162,9 +164,6 @@ class Child:
         self._channel.close()
         self._claims.close()
         self._status = self._process.wait(_END_SECONDS)
-        if self._status is None:
-            self._process.signal(signal.SIGKILL)  # a function stopped the supervisor; the worker ends with it
-            self._status = self._process.wait(_END_SECONDS)
         self._process.close()
         return self._status
 

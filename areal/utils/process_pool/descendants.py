@@ -1,11 +1,8 @@
 """The processes that a worker process starts, directly or not, and their end.
 
-Each worker has a supervisor, a fork of the same small interpreter, which waits for its end. Both adopt orphans (Linux:
-"child subreaper"), so a process that begins a session of its own or outlives its parent stays below them and is found:
-by the worker when a call ends, by the supervisor when the worker ends, however that happens. The supervisor itself
-ends with the pool's process, or when it gets a SIGTERM.
-
-Invariant: the supervisor ends as its worker did, by the same status or signal, when nothing below it is left.
+Workers, and the server that forks them, adopt orphans (Linux: "child subreaper"), so a process that begins a session of
+its own or outlives its parent stays below them and is found: by the worker when a call ends, by the server when the
+worker ends.
 """
 
 import ctypes
@@ -16,7 +13,6 @@ import sys
 import time
 from collections.abc import Collection
 from contextlib import suppress
-from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -25,27 +21,6 @@ _END_SECONDS = 5.0
 
 SHARED_BY_CALLS: set[int] = set()
 """Children that the calls of a worker share on purpose, such as a sandbox's launcher; the end of a call leaves them."""
-
-
-def run_supervised(descriptors: Collection[int]) -> None:
-    """Go on in a child process, in a group of its own; this process becomes its supervisor and never returns.
-
-    Only the child keeps `descriptors`, so that they close when it ends.
-    """
-    for handled in (signal.SIGCHLD, signal.SIGTERM):
-        signal.signal(handled, signal.SIG_DFL)
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGCHLD, signal.SIGTERM))
-    die_with_parent(signal.SIGTERM)
-    adopt_orphans()
-    worker = os.fork()
-    if worker:
-        for descriptor in descriptors:
-            os.close(descriptor)
-        _supervise(worker)
-    die_with_parent(signal.SIGKILL)
-    adopt_orphans()
-    os.setpgid(0, 0)  # a function that signals its own group does not reach the supervisor
-    signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def die_with_parent(sign: int = signal.SIGKILL) -> None:
@@ -97,24 +72,6 @@ def end_descendants(keep: Collection[int] = ()) -> bool:
             if not _reap(child, deadline):
                 return False
     return True
-
-
-def _supervise(worker: int) -> NoReturn:
-    while True:
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if pid == worker:
-            break
-        if pid == 0 and signal.sigwait((signal.SIGCHLD, signal.SIGTERM)) == signal.SIGTERM:
-            _kill_tree(worker)
-    end_descendants()
-    code = os.waitstatus_to_exitcode(status)
-    if code < 0:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # one that came meanwhile must not be what this process ends of
-        signal.pthread_sigmask(signal.SIG_SETMASK, ())
-        if -code not in (signal.SIGKILL, signal.SIGSTOP):
-            signal.signal(-code, signal.SIG_DFL)
-        os.kill(os.getpid(), -code)
-    os._exit(code & 0xFF)
 
 
 def _kill_tree(pid: int) -> None:

@@ -1,14 +1,19 @@
 """Where a pool's worker processes come from: a small interpreter that forks one for each request, in milliseconds.
 
-Starting an interpreter takes fifty times as long, and a pool under bad calls does little else. The server has one
-thread and loads nothing of the user's, so that a fork of it is as good as a new process: what a request says of
-environment, working directory and output is that of the pool's process at that moment. Both ends are here: `ForkServer`
-is the pool's, `serve` is what the process runs.
+Starting an interpreter takes twenty times as long, and a pool under bad calls does little else. The server has one
+thread and loads nothing of the user's, so that a fork of it is as good as a new process: environment, working directory
+and output are those of the pool's process at the moment of the request. Both ends are here: `ForkServer` is the pool's,
+`serve` is what the process runs.
 
-Every worker's supervisor is a child of the server, which tells the pool how it ended. The server ends when the pool
-closes its connection or its process is gone, and the supervisors end with it.
+The server also supervises: workers and server adopt orphans (`descendants`), so what a worker has started stays below
+the worker while it lives and comes to the server when it ends, however that happens. The server then kills it and tells
+the pool how the worker ended. It ends when the pool closes its connection or its process is gone, and all others do
+before it.
+
+Invariant: whatever is a child of the server and not one of its workers was left behind by a worker that has ended.
 """
 
+import errno
 import gc
 import os
 import pickle
@@ -26,7 +31,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import NoReturn
 
-from areal.utils.process_pool.descendants import die_with_parent
+from areal.utils.process_pool.descendants import adopt_orphans, die_with_parent, end_descendants
 
 # A command, not multiprocessing, so that scripts without a main guard work. The search path comes by argument and not
 # by PYTHONPATH, which the user's own sub-processes would inherit.
@@ -60,16 +65,16 @@ class ForkedProcess:
         self._pidfd = pidfd
         self._status_fd = status_fd
 
-    def signal(self, number: int) -> None:
+    def kill(self) -> None:
         """Harmless after its end."""
         with suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._pidfd, number)
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     def alive(self) -> bool:
         return not _readable(self._pidfd, 0.0)
 
     def wait(self, seconds: float) -> int | None:
-        """How it ended, as `subprocess` has it; None = it has not. If the server is gone, who would know: by SIGKILL."""
+        """How it ended, as `subprocess` has it; None = it has not. With the server it ends too: as if by SIGKILL."""
         until = time.monotonic() + seconds
         if not _readable(self._status_fd, seconds):
             return None
@@ -169,19 +174,19 @@ class ForkServer:
 def serve(control_fd: int) -> None:
     """Fork a worker process for each request, and report the end of each, until the pool goes away."""
     # Loaded once here and not in every worker: these are what most of them come to need.
+    import ctypes  # noqa: F401
+    import importlib.metadata  # noqa: F401
     import traceback  # noqa: F401
 
     import cloudpickle  # noqa: F401
 
     import areal.utils.process_pool.worker  # noqa: F401
 
-    _end_with_parent_process()
-    control = socket.socket(fileno=control_fd)
+    adopt_orphans()
+    server = _Server(socket.socket(fileno=control_fd))
     gc.collect()
     gc.freeze()  # what is never looked at again stays shared
-    server = _Server(control)
     server.run()
-    os._exit(0)
 
 
 class _Server:
@@ -189,40 +194,56 @@ class _Server:
         self._control = control
         self._poll = select.poll()
         self._poll.register(control, select.POLLIN)
-        self._children: dict[int, tuple[int, int]] = {}
-        """By the descriptor of each supervisor: its number, and the pipe on which its end is reported."""
+        self._workers: dict[int, tuple[int, int]] = {}
+        """By its descriptor: the number of each, and the pipe on which its end is reported."""
+        self._parent = os.getppid()
+        signal.signal(signal.SIGTERM, self._end_without_parent)
+        die_with_parent(signal.SIGTERM)
 
-    def run(self) -> None:
+    def run(self) -> NoReturn:
         while True:
             for ready, _ in self._poll.poll():
-                if ready in self._children:
+                if ready in self._workers:
                     self._report(ready)
                 elif not self._answer():
-                    return
+                    self._end()
+
+    def _end_without_parent(self, number: int, frame: FrameType | None) -> None:
+        """The kernel tells of the end of the parent's thread that started this process, which may be all that ended."""
+        if os.getppid() != self._parent:
+            self._end()
+
+    def _end(self) -> NoReturn:
+        end_descendants()
+        os._exit(0)
 
     def _answer(self) -> bool:
         """Serve one request; False = the pool is gone."""
         head, fds, _, _ = socket.recv_fds(self._control, _LENGTH.size, _SENT_FDS)
-        body = bytearray()
-        while head and len(body) < _LENGTH.unpack(head)[0]:
-            piece = self._control.recv(1 << 16)
-            if not piece:
-                return False
-            body += piece
         if not head:
             return False
         try:
-            self._fork(pickle.loads(body), fds)
+            self._fork(pickle.loads(self._read(*_LENGTH.unpack(head))), fds)
+        except (EOFError, ConnectionError):
+            return False
         except OSError as error:
-            self._control.sendall(_NUMBER.pack(-(error.errno or 1)))
+            self._control.sendall(_NUMBER.pack(-(error.errno or errno.EIO)))
         finally:
             for descriptor in fds:
                 os.close(descriptor)
         return True
 
+    def _read(self, length: int) -> bytes:
+        body = bytearray()
+        while len(body) < length:
+            piece = self._control.recv(length - len(body))
+            if not piece:
+                raise EOFError
+            body += piece
+        return bytes(body)
+
     def _fork(self, request: WorkerRequest, fds: Sequence[int]) -> None:
         status_read, status_write = os.pipe()
-        server = os.getpid()
         try:
             pid = os.fork()
         except OSError:
@@ -230,61 +251,48 @@ class _Server:
             os.close(status_write)
             raise
         if not pid:
-            for descriptor in (status_read, status_write, self._control.fileno(), *self._children):
+            own = (self._control.fileno(), status_read, status_write)
+            for descriptor in (*own, *self._workers, *(status_fd for _, status_fd in self._workers.values())):
                 os.close(descriptor)
-            for _, status in self._children.values():
-                os.close(status)
-            _become_worker(request, fds, server)
+            _become_worker(request, fds)
         pidfd = os.pidfd_open(pid)
-        self._children[pidfd] = pid, status_write
+        self._workers[pidfd] = pid, status_write
         self._poll.register(pidfd, select.POLLIN)
         socket.send_fds(self._control, [_NUMBER.pack(pid)], [pidfd, status_read])
         os.close(status_read)
 
     def _report(self, pidfd: int) -> None:
         self._poll.unregister(pidfd)
-        pid, status_fd = self._children.pop(pidfd)
+        pid, status_fd = self._workers.pop(pidfd)
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        end_descendants({worker for worker, _ in self._workers.values()})
         with suppress(BrokenPipeError):  # the pool does not want to know
             os.write(status_fd, _NUMBER.pack(status))
         os.close(status_fd)
         os.close(pidfd)
 
 
-def _become_worker(request: WorkerRequest, fds: Sequence[int], server: int) -> NoReturn:
+def _become_worker(request: WorkerRequest, fds: Sequence[int]) -> NoReturn:
     """In the fork: be as a process that the pool's own had started."""
     from areal.utils.process_pool.worker import main
 
     try:
-        die_with_parent(signal.SIGTERM)
-        if os.getppid() != server:
-            os._exit(0)  # it ended before it could be noticed
-        os.setpgid(0, 0)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.setpgid(0, 0)  # a function that signals its own group reaches no one else
         channel_fd, claims_fd, output_fd, directory_fd = fds
         for printed in (1, 2):
             os.dup2(output_fd, printed)
         os.fchdir(directory_fd)
         os.close(output_fd)
         os.close(directory_fd)
-        os.environ.clear()
-        os.environb.update(request.environment)
+        if request.environment != {**os.environb}:
+            os.environ.clear()
+            os.environb.update(request.environment)
         main(channel_fd, claims_fd, request.memory_bytes, request.cpu_seconds)
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:
         os._exit(1)
-
-
-def _end_with_parent_process() -> None:
-    """The kernel tells of the end of the parent's thread that started this process, which may be all that ended."""
-    parent = os.getppid()
-
-    def look(number: int, frame: FrameType | None) -> None:
-        if os.getppid() != parent:
-            os._exit(0)
-
-    signal.signal(signal.SIGTERM, look)
-    die_with_parent(signal.SIGTERM)
 
 
 def search_path() -> list[str]:

@@ -105,13 +105,13 @@ class ProcessPool(Closing):
         """The worker processes that are alive now."""
         return self._workers.pids()
 
-    def supervisors(self) -> list[int]:
-        """The processes above the worker processes, one for each."""
-        return self._workers.supervisors()
+    def spares(self) -> list[int]:
+        """The processes that are ready to take the place of one that is killed."""
+        return self._workers.spares()
 
-    def server_pid(self) -> int | None:
-        """The process below which all of these are; None = there is none yet."""
-        return self._workers.server_pid
+    def supervisors(self) -> list[int]:
+        """The processes started here, with the worker processes below them."""
+        return [] if self._workers.server_pid is None else [self._workers.server_pid]
 
     def close(self) -> None:
         """Kill every worker process and fail what is queued or running; harmless when repeated."""
@@ -185,11 +185,11 @@ class SharedPools:
                 self._pools[full] = self._pools[pid, size, limits] = pool
             return pool
 
-    def server_pids(self) -> list[int]:
-        """The children of this process below which all processes of its pools are."""
+    def supervisors(self) -> list[int]:
+        """Those of all pools of this process."""
         with self._lock:
-            found = {pool.server_pid() for (pid, _, _), pool in self._pools.items() if pid == os.getpid()}
-        return [pid for pid in found if pid is not None]
+            pools = {id(pool): pool for (pid, _, _), pool in self._pools.items() if pid == os.getpid()}
+        return [pid for pool in pools.values() for pid in pool.supervisors()]
 
 
 def _fair_limits(size: int) -> Limits:

@@ -34,10 +34,11 @@ from areal.utils.process_pool.channel import (
 )
 from areal.utils.process_pool.descendants import (
     SHARED_BY_CALLS,
+    adopt_orphans,
     children_of,
+    die_with_parent,
     end_descendants,
     has_children,
-    run_supervised,
 )
 from areal.utils.process_pool.process_state import ProcessState
 
@@ -50,8 +51,10 @@ Reply = tuple[PoolFrame, bytes]
 
 def main(channel_fd: int, claims_fd: int, memory_bytes: int, cpu_seconds: float) -> None:
     """Serve the parent at `channel_fd` until it goes away; a limit of 0 is none."""
+    supervisor = os.getppid()
+    die_with_parent()
+    adopt_orphans()
     _limit(resource.RLIMIT_CORE, 0)
-    run_supervised((channel_fd, claims_fd))
     _die_before_others()
     for descriptor in (channel_fd, claims_fd):
         os.set_inheritable(descriptor, False)
@@ -62,6 +65,8 @@ def main(channel_fd: int, claims_fd: int, memory_bytes: int, cpu_seconds: float)
         # Not RLIMIT_AS, which counts mapped libraries and reservations too: importing a GPU framework would exceed it.
         _limit(resource.RLIMIT_DATA, memory_bytes)
     worker = PoolWorker(PoolChannel(socket.socket(fileno=channel_fd)), Claims(claims_fd), cpu_seconds)
+    if os.getppid() != supervisor:
+        os._exit(1)  # it ended before the kernel was asked to tell
     try:
         worker.serve()
     except MemoryError:
@@ -167,7 +172,7 @@ def _children() -> set[int]:
 def _pool_processes() -> set[int]:
     """The processes of reward functions that an agent calls here, which are shared by its episodes."""
     pool = sys.modules.get(_POOL_MODULE)
-    return set(pool.SHARED.server_pids()) if pool is not None else set()
+    return set(pool.SHARED.supervisors()) if pool is not None else set()
 
 
 def _pack_result(result: Any) -> Reply:

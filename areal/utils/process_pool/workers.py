@@ -1,20 +1,25 @@
 """The queue of a `ProcessPool`, and its threads, each of which owns one worker process.
 
-A thread starts, serves and replaces its process. It sends several calls of one function at a time, which run one after
+A thread serves its process and replaces it. It sends several calls of one function at a time, which run one after
 the other: a round trip for each would cost more than a small call.
+
+Once a process had to be replaced, spares are kept (`Spares`), and a thread that loses its process goes on with one. The
+end of the lost one, and the failure of the call that it ended with, are left to another thread (`_Burial`): a call has
+failed when nothing of it runs any more.
 
 Invariants:
 - A call is settled or put back into the queue, exactly once for each time it was taken; one that began is never put
   back, so no call runs twice.
 - A call that hangs, crashes or is slow costs those that were sent with it a moment: what has not begun by then goes to
   another process.
-- A process ends with its thread at the latest; until then it is in `Workers._children`.
+- A process ends with the pool at the latest; until then it is in `Workers._children` or among the spares.
 """
 
 import os
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 from areal.utils.logging import getLogger
@@ -29,6 +34,9 @@ _MAX_BYTES = 1 << 18
 _TURN_SECONDS = 0.02
 """Calls that were sent together and have not begun after this time go to another process."""
 _JOIN_SECONDS = 15.0
+MOST_SPARES = 2
+SPARE_SECONDS = 60.0
+"""For how long spares are kept when none is needed."""
 
 
 class Workers:
@@ -45,6 +53,8 @@ class Workers:
         self._threads: list[_WorkerThread] = []
         self._children: set[Child] = set()
         self._server = ForkServer()
+        self._spares = Spares(self, min(size, MOST_SPARES))
+        self._burials: set[_Burial] = set()
         self._owner = os.getpid()
         self.closed = False
 
@@ -74,14 +84,34 @@ class Workers:
                 self._wake.wait()
         return False
 
-    def start_child(self) -> Child:
-        child = Child(self._server, self._limits, self._load_seconds)
+    def new_child(self) -> Child:
+        """Raises OSError if no process can be started."""
+        return Child(self._server, self._limits, self._load_seconds)
+
+    def start_child(self, *, spare: bool = True) -> Child:
+        """A process for a thread, by preference a spare. Raises OSError as `new_child` does."""
+        child = (self._spares.take() if spare else None) or self.new_child()
         with self._lock:
             if not self.closed:
                 self._children.add(child)
                 return child
         child.end()
         raise PoolClosed("the process pool was closed")
+
+    def bury(self, child: Child, calls: "Sequence[PoolCall]", failure: "CallError | _Crash | None") -> None:
+        """End a process that is of no use, and fail those calls when it has ended."""
+        burial = _Burial(self, child, calls, failure)
+        with self._lock:
+            self._burials.add(burial)
+        burial.start()
+
+    def buried(self, burial: "_Burial") -> None:
+        with self._lock:
+            self._burials.discard(burial)
+
+    def keep_spares(self, function: PackedFunction) -> None:
+        """A process that ran this function had to be replaced: be ready for the next one."""
+        self._spares.keep(function)
 
     def end_child(self, child: Child) -> None:
         child.end()
@@ -90,11 +120,10 @@ class Workers:
 
     def pids(self) -> list[int]:
         with self._lock:
-            return sorted(child.worker_pid() for child in self._children if child.alive())
+            return sorted(child.pid for child in self._children if child.alive())
 
-    def supervisors(self) -> list[int]:
-        with self._lock:
-            return [child.pid for child in self._children]
+    def spares(self) -> list[int]:
+        return self._spares.pids()
 
     @property
     def server_pid(self) -> int | None:
@@ -110,8 +139,9 @@ class Workers:
             queued = list(self._queue)
             self._queue.clear()
             self._wake.notify_all()
+        self._spares.close()
         _refuse(queued)
-        for thread in self._threads:
+        for thread in [*self._threads, *self._burials]:
             if thread is not threading.current_thread():
                 thread.join(_JOIN_SECONDS)
         self._server.close()  # last: it says how the others ended
@@ -141,12 +171,134 @@ class Workers:
         return calls
 
 
-class _NoneBegan(Exception):
-    """The process ended before the first of the calls began."""
+class Spares:
+    """Processes that wait to take the place of one that is lost, with the function loaded for which one was.
 
-    def __init__(self, failure: CallCrashed) -> None:
-        super().__init__(str(failure))
-        self.failure = failure
+    There are none before the first is lost, nor once none was needed for `SPARE_SECONDS`. One that cannot be started or
+    cannot load the function is done without until the next is lost.
+    """
+
+    def __init__(self, workers: Workers, most: int) -> None:
+        self._workers = workers
+        self._most = most
+        self._wake = threading.Condition()
+        self._ready: list[Child] = []
+        self._loading: Child | None = None
+        self._function: PackedFunction | None = None
+        """What to load; None = no spares are kept."""
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def keep(self, function: PackedFunction) -> None:
+        with self._wake:
+            if self._closed:
+                return
+            self._function = function
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="process-pool-spares", daemon=True)
+                self._thread.start()
+            self._wake.notify()
+
+    def take(self) -> Child | None:
+        """One that is alive, if there is any."""
+        with self._wake:
+            while self._ready:
+                child = self._ready.pop(0)
+                self._wake.notify()
+                if child.alive():
+                    return child
+                self._workers.bury(child, (), None)
+        return None
+
+    def pids(self) -> list[int]:
+        with self._wake:
+            return [child.pid for child in self._ready if child.alive()]
+
+    def close(self) -> None:
+        with self._wake:
+            self._closed = True
+            if self._loading is not None:
+                self._loading.kill()
+            self._wake.notify()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(_JOIN_SECONDS)
+        self._drop()
+
+    def _run(self) -> None:
+        while (function := self._next()) is not None:
+            try:
+                child = self._workers.new_child()
+            except OSError as error:
+                getLogger("process_pool").warning("no spare process could be started yet: %s", error)
+                self._stop(function)
+                continue
+            with self._wake:
+                self._loading = child
+                if self._closed:
+                    child.kill()
+            try:
+                child.load(function)
+            except (CallError, PoolChannelClosed):  # whoever calls it will be told
+                child.end()
+                self._stop(function)
+            else:
+                with self._wake:
+                    self._ready.append(child)
+            self._loading = None
+
+    def _next(self) -> PackedFunction | None:
+        """Wait until a spare is to be made, and for which function; None = never again."""
+        with self._wake:
+            while not self._closed:
+                if self._function is not None and len(self._ready) < self._most:
+                    return self._function
+                if not self._wake.wait(SPARE_SECONDS if self._ready else None):
+                    self._function = None
+                    self._drop()
+        return None
+
+    def _stop(self, function: PackedFunction) -> None:
+        with self._wake:
+            if self._function is function:
+                self._function = None
+
+    def _drop(self) -> None:
+        with self._wake:
+            ready, self._ready = self._ready, []
+        for child in ready:
+            child.end()
+
+
+class _Crash(Exception):
+    """The process ended, or sent nonsense; how it ended is known when it is buried."""
+
+    def __init__(self, what: str, noticed_by: PoolChannelClosed, *, none_began: bool) -> None:
+        super().__init__(what)
+        self.what = what
+        self.noticed_by = noticed_by
+        self.none_began = none_began
+        """It ended before the first of the calls began."""
+
+
+class _Burial(threading.Thread):
+    """The end of a process and of the calls that it has on its conscience."""
+
+    def __init__(
+        self, workers: Workers, child: Child, calls: Sequence[PoolCall], failure: "CallError | _Crash | None"
+    ) -> None:
+        super().__init__(name="process-pool-burial", daemon=True)
+        self._workers = workers
+        self._child = child
+        self._calls = calls
+        self._failure = failure
+
+    def run(self) -> None:
+        failure = self._failure
+        if isinstance(failure, _Crash):
+            failure = self._child.crash(failure.what, failure.noticed_by)
+        self._workers.end_child(self._child)
+        _fail(self._calls, failure, self._workers.closed)
+        self._workers.buried(self)
 
 
 class _WorkerThread(threading.Thread):
@@ -169,14 +321,17 @@ class _WorkerThread(threading.Thread):
     def _serve(self) -> None:
         function = self.calls[0].function
         failure = self._run(function)
-        # Before settling, so that the pool is full again when the failure is visible.
-        self._replace_child()
-        if self._workers.closed:
-            failure = PoolClosed(f"{function.name} was running when its process pool was closed")
-        while self.calls:
-            self.calls.popleft().settle(error=failure)
+        failed = list(self.calls)
+        # Before the calls fail, so that the pool is full again when that is visible.
+        lost = self._replace_child(function)
+        self.calls.clear()
+        if lost is not None:
+            self._workers.bury(lost, failed, failure)
+        else:
+            assert not isinstance(failure, _Crash), "a process that crashed is of no use"
+            _fail(failed, failure, self._workers.closed)
 
-    def _run(self, function: PackedFunction) -> CallError | None:
+    def _run(self, function: PackedFunction) -> CallError | _Crash | None:
         """Run the calls, settling those that return or raise.
 
         Calls still in `calls` afterwards fail with the returned error.
@@ -184,13 +339,15 @@ class _WorkerThread(threading.Thread):
         try:
             try:
                 self._run_in_child(function)
-            except _NoneBegan:  # an idle process may have died by itself; a new one leaves no doubt
-                self._replace_child()
+            except _Crash as crash:  # an idle process may have died by itself; a new one leaves no doubt
+                if not crash.none_began:
+                    raise
+                lost = self._replace_child(function, spare=False)
+                assert lost is not None, "a process that crashed is of no use"
+                self._workers.bury(lost, (), None)
                 self._run_in_child(function)
-        except CallError as error:
+        except (CallError, _Crash) as error:
             return error
-        except _NoneBegan as error:
-            return error.failure
         except OSError as error:
             return CallCrashed(f"{function.name} never began: no worker process could be started ({error})")
         return None
@@ -206,13 +363,13 @@ class _WorkerThread(threading.Thread):
                 self._settle_first(child, turn_ends)
             child.finish(function)
         except PoolChannelClosed as error:
+            child.usable = False
             unbegun = child.take_back()
             if unbegun == sent:
-                raise _NoneBegan(child.crash(f"loading {function.name}", error)) from None
+                raise _Crash(f"loading {function.name}", error, none_began=True) from None
             self._put_back(unbegun)
-            failure = child.crash(function.name, error)
             if self.calls:  # else it died between two calls
-                raise failure from None
+                raise _Crash(function.name, error, none_began=False) from None
         except CallError:
             raise
         except Exception as error:  # a broken process may answer anything, and no caller may wait for ever
@@ -252,22 +409,33 @@ class _WorkerThread(threading.Thread):
         if count:
             self._workers.put_back([self.calls.pop() for _ in range(count)][::-1])
 
-    def _replace_child(self) -> None:
-        """End a process that is of no use and start another, before the next call needs it."""
-        if self._child is None or self._child.usable:
-            return
-        self._end_child()
+    def _replace_child(self, function: PackedFunction, *, spare: bool = True) -> Child | None:
+        """Kill a process that is of no use and go on with another, before the next call needs it; returns the first."""
+        lost = self._child
+        if lost is None or lost.usable:
+            return None
+        lost.kill()
+        self._child = None
         try:
-            self._child = self._workers.start_child()
+            self._child = self._workers.start_child(spare=spare)
         except PoolClosed:
-            return
+            return lost
         except OSError as error:
             getLogger("process_pool").warning("a worker process could not be replaced yet: %s", error)
+        self._workers.keep_spares(function)
+        return lost
 
     def _end_child(self) -> None:
         if self._child is not None:
             self._workers.end_child(self._child)
             self._child = None
+
+
+def _fail(calls: Sequence[PoolCall], failure: CallError | None, closed: bool) -> None:
+    for call in calls:
+        if closed:
+            failure = PoolClosed(f"{call.function.name} was running when its process pool was closed")
+        call.settle(error=failure)
 
 
 def _refuse(calls: list[PoolCall]) -> None:
