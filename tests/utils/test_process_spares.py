@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from misbehaving_calls import act
 from process_end import ended_within
 
 from areal.utils.process_pool import fork_server
@@ -206,21 +207,15 @@ def test_a_process_starts_in_a_directory_that_was_deleted(monkeypatch: pytest.Mo
         assert result_of(pool, math.sqrt, 4.0) == 2.0
 
 
-def note_and_square(notes: str, number: int) -> int:
-    with open(notes, "a") as file:
-        file.write(f"{number}\n")
-    return number * number
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_random_kills_cost_only_the_calls_that_ran(tmp_path: Path, seed: int) -> None:
     draw, notes = random.Random(seed), tmp_path / "notes"
     notes.touch()
-    function = PackedFunction.of(note_and_square)
+    function = PackedFunction.of(act)
     with ProcessPool(2) as pool:
         futures = []
         for number in range(300):
-            futures.append(pool.submit(function, (str(notes), number), timeout_seconds=LONG_SECONDS))
+            futures.append(pool.submit(function, ("return", number, str(notes)), timeout_seconds=LONG_SECONDS))
             if number % 20 == 10:
                 futures[-1].exception(LONG_SECONDS)
                 victims = draw.choice([pool.pids(), pool.spares() or pool.pids(), pool.supervisors()])
@@ -230,7 +225,7 @@ def test_random_kills_cost_only_the_calls_that_ran(tmp_path: Path, seed: int) ->
         for number, future in enumerate(futures):
             error = future.exception(LONG_SECONDS)
             assert error is None or isinstance(error, CallCrashed)
-            assert error is not None or future.result() == number * number
+            assert error is not None or future.result() == act("return", number)
         left = [*pool.pids(), *pool.spares(), *pool.supervisors()]
         assert result_of(pool, math.sqrt, 4.0) == 2.0
     ran = notes.read_text().split()
