@@ -95,6 +95,7 @@ class ForkServer:
         self._lock = threading.RLock()
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
+        self._closed = False
 
     @property
     def pid(self) -> int | None:
@@ -110,10 +111,12 @@ class ForkServer:
         fds = channel_fd, claims_fd, 2, directory_fd
         try:
             with self._lock:
+                if self._closed:
+                    raise OSError(errno.ESHUTDOWN, "the fork server was closed")
                 if self._process is not None and self._process.poll() is None:
                     with suppress(ConnectionError):  # it has died meanwhile; another will do
                         return self._ask(request, fds)
-                self.close()
+                self._end()
                 self._start()
                 return self._ask(request, fds)
         finally:
@@ -121,6 +124,10 @@ class ForkServer:
 
     def close(self) -> None:
         """End the server, and with it every process that it started; harmless when repeated."""
+        self._closed = True
+        self._end()
+
+    def _end(self) -> None:
         with self._lock:
             process, self._process = self._process, None
             control, self._control = self._control, None
@@ -164,7 +171,7 @@ class ForkServer:
         except BaseException:
             if self._process is not None:
                 self._process.kill()
-            self.close()
+            self._end()
             raise
         if pid < 0:
             raise OSError(-pid, os.strerror(-pid))

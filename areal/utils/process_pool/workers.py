@@ -4,7 +4,7 @@ A thread serves its process and replaces it. It sends several calls of one funct
 the other: a round trip for each would cost more than a small call.
 
 Once a process had to be replaced, spares are kept (`Spares`), and a thread that loses its process goes on with one. The
-end of the lost one, and the failure of the call that it ended with, are left to another thread (`_Burial`): a call has
+end of the lost one, and the failure of the call that it ended with, are left to another thread (`_Ending`): a call has
 failed when nothing of it runs any more.
 
 Invariants:
@@ -35,6 +35,7 @@ _TURN_SECONDS = 0.02
 """Calls that were sent together and have not begun after this time go to another process."""
 _JOIN_SECONDS = 15.0
 MOST_SPARES = 2
+"""Of one pool: calls often hang together, and then their processes are lost together."""
 SPARE_SECONDS = 60.0
 """For how long spares are kept when none is needed."""
 
@@ -54,7 +55,7 @@ class Workers:
         self._children: set[Child] = set()
         self._server = ForkServer()
         self._spares = Spares(self, min(size, MOST_SPARES))
-        self._burials: set[_Burial] = set()
+        self._endings: set[_Ending] = set()
         self._owner = os.getpid()
         self.closed = False
 
@@ -98,16 +99,20 @@ class Workers:
         child.end()
         raise PoolClosed("the process pool was closed")
 
-    def bury(self, child: Child, calls: "Sequence[PoolCall]", failure: "CallError | _Crash | None") -> None:
+    def end_lost(self, child: Child, calls: Sequence[PoolCall], failure: "CallError | _Crash | None") -> None:
         """End a process that is of no use, and fail those calls when it has ended."""
-        burial = _Burial(self, child, calls, failure)
+        ending = _Ending(self, child, calls, failure)
         with self._lock:
-            self._burials.add(burial)
-        burial.start()
+            begun = not self.closed
+            if begun:
+                self._endings.add(ending)
+                ending.start()
+        if not begun:  # nobody is waiting, and an interpreter that ends starts no threads
+            ending.run()
 
-    def buried(self, burial: "_Burial") -> None:
+    def ended(self, ending: "_Ending") -> None:
         with self._lock:
-            self._burials.discard(burial)
+            self._endings.discard(ending)
 
     def keep_spares(self, function: PackedFunction) -> None:
         """A process that ran this function had to be replaced: be ready for the next one."""
@@ -141,7 +146,7 @@ class Workers:
             self._wake.notify_all()
         self._spares.close()
         _refuse(queued)
-        for thread in [*self._threads, *self._burials]:
+        for thread in [*self._threads, *self._endings]:
             if thread is not threading.current_thread():
                 thread.join(_JOIN_SECONDS)
         self._server.close()  # last: it says how the others ended
@@ -207,7 +212,7 @@ class Spares:
                 self._wake.notify()
                 if child.alive():
                     return child
-                self._workers.bury(child, (), None)
+                self._workers.end_lost(child, (), None)
         return None
 
     def pids(self) -> list[int]:
@@ -222,7 +227,8 @@ class Spares:
             self._wake.notify()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_JOIN_SECONDS)
-        self._drop()
+        while self._ready:
+            self._ready.pop().end()
 
     def _run(self) -> None:
         while (function := self._next()) is not None:
@@ -254,7 +260,8 @@ class Spares:
                     return self._function
                 if not self._wake.wait(SPARE_SECONDS if self._ready else None):
                     self._function = None
-                    self._drop()
+                    while self._ready:
+                        self._workers.end_lost(self._ready.pop(), (), None)
         return None
 
     def _stop(self, function: PackedFunction) -> None:
@@ -262,15 +269,9 @@ class Spares:
             if self._function is function:
                 self._function = None
 
-    def _drop(self) -> None:
-        with self._wake:
-            ready, self._ready = self._ready, []
-        for child in ready:
-            child.end()
-
 
 class _Crash(Exception):
-    """The process ended, or sent nonsense; how it ended is known when it is buried."""
+    """The process ended, or sent nonsense; how it ended is known when it was reaped."""
 
     def __init__(self, what: str, noticed_by: PoolChannelClosed, *, none_began: bool) -> None:
         super().__init__(what)
@@ -280,13 +281,13 @@ class _Crash(Exception):
         """It ended before the first of the calls began."""
 
 
-class _Burial(threading.Thread):
-    """The end of a process and of the calls that it has on its conscience."""
+class _Ending(threading.Thread):
+    """The end of a lost process, and of the calls that fail with it."""
 
     def __init__(
         self, workers: Workers, child: Child, calls: Sequence[PoolCall], failure: "CallError | _Crash | None"
     ) -> None:
-        super().__init__(name="process-pool-burial", daemon=True)
+        super().__init__(name="process-pool-ending", daemon=True)
         self._workers = workers
         self._child = child
         self._calls = calls
@@ -298,7 +299,7 @@ class _Burial(threading.Thread):
             failure = self._child.crash(failure.what, failure.noticed_by)
         self._workers.end_child(self._child)
         _fail(self._calls, failure, self._workers.closed)
-        self._workers.buried(self)
+        self._workers.ended(self)
 
 
 class _WorkerThread(threading.Thread):
@@ -326,7 +327,7 @@ class _WorkerThread(threading.Thread):
         lost = self._replace_child(function)
         self.calls.clear()
         if lost is not None:
-            self._workers.bury(lost, failed, failure)
+            self._workers.end_lost(lost, failed, failure)
         else:
             assert not isinstance(failure, _Crash), "a process that crashed is of no use"
             _fail(failed, failure, self._workers.closed)
@@ -344,7 +345,7 @@ class _WorkerThread(threading.Thread):
                     raise
                 lost = self._replace_child(function, spare=False)
                 assert lost is not None, "a process that crashed is of no use"
-                self._workers.bury(lost, (), None)
+                self._workers.end_lost(lost, (), None)
                 self._run_in_child(function)
         except (CallError, _Crash) as error:
             return error
