@@ -9,19 +9,13 @@ user code that asks for a client has nothing else in hand.
 """
 
 import asyncio
-import datetime
-import logging
 import os
-import time
 import urllib.request
 import weakref
 from collections.abc import AsyncGenerator, Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Self
 
-import orjson
-
-from areal.utils.bounded_cache import BoundedCache
 from areal.utils.net import LOOPBACK_HOSTS, bypass_proxies
 
 if TYPE_CHECKING:
@@ -32,10 +26,6 @@ CONNECT_SECONDS = 30.0
 READ_SECONDS = 600.0
 """A call may wait for a model this long between two bytes."""
 KEEPALIVE_SECONDS = 60.0
-MAX_URLS = 1024
-"""Addresses within the process that are parsed once; each session has its own."""
-BODIES = ("content", "data", "files")
-"""The ways to give a request a body that is not JSON."""
 
 
 class SharedClients:
@@ -99,58 +89,17 @@ async def _hold(loop: asyncio.AbstractEventLoop, clients: SharedClients) -> Asyn
         await clients.aclose()
 
 
-def shareable_client(module: ModuleType, mounts: Mapping[str, Any] | None = None) -> Any:
+def shareable_client(module: ModuleType, mounts: Mapping[str, Any] | None = None, base: Any = None) -> Any:
     """An `AsyncClient` of `module` (httpx or httpx2) that its users cannot close; `end()` does.
 
     Agents wrap a client in an SDK's `async with`, which must leave it open for the others. `mounts` are transports by
-    address; a loopback address without one is reached directly, whatever HTTP_PROXY says.
+    address; a loopback address without one is reached directly, whatever HTTP_PROXY says. `base` is a kind of
+    `AsyncClient` of the module to make one of; None = that itself.
     """
     http: Any = module
-    default = http.USE_CLIENT_DEFAULT
-    logger = logging.getLogger(module.__name__)
-    inside = {_address(http.URL(origin)): transport for origin, transport in (mounts or {}).items()}
-    beginnings = tuple(f"{origin}/" for origin in mounts or ())
-    urls: BoundedCache[str, Any] = BoundedCache(MAX_URLS)
+    client: Any = base or http.AsyncClient
 
-    class SharedClient(http.AsyncClient):
-        def build_request(self, method: str, url: Any, *, json: Any = None, **options: Any) -> Any:
-            """A URL of this process is parsed once, and JSON is written by the faster of two libraries that agree."""
-            if not isinstance(url, str) or not url.startswith(beginnings):
-                return super().build_request(method, url, json=json, **options)
-            parsed = urls.get(url)
-            if parsed is None:
-                parsed = http.URL(url)
-                urls.put(url, parsed)
-            written = None if json is None or any(map(options.get, BODIES)) else _written(json)
-            if written is None:
-                return super().build_request(method, parsed, json=json, **options)
-            request = super().build_request(method, parsed, **{**options, "content": written})
-            request.headers.setdefault("Content-Type", "application/json")
-            return request
-
-        async def send(self, request: Any, *, stream: bool = False, auth: Any = default, **options: Any) -> Any:
-            """A call that stays in the process needs no redirects, cookies and credentials, and is spared them."""
-            transport = inside.get(_address(request.url))
-            if transport is None or stream or self._customised(request, auth) or logger.isEnabledFor(logging.INFO):
-                return await super().send(request, stream=stream, auth=auth, **options)
-            began = time.perf_counter()
-            try:
-                response = await transport.handle_async_request(request)
-            except http.RequestError as error:
-                error.request = request
-                raise
-            response.request = request
-            await response.aread()
-            response.elapsed = datetime.timedelta(seconds=time.perf_counter() - began)
-            return response
-
-        def _customised(self, request: Any, auth: Any) -> bool:
-            """Whether its users want more of it, or it was closed: then it does all that httpx does."""
-            credentials = request.url.userinfo or self.auth or not (auth is None or auth is default)
-            return (
-                credentials or self.is_closed or "timeout" not in request.extensions or any(self.event_hooks.values())
-            )
-
+    class SharedClient(client):
         async def aclose(self) -> None:
             """Leave it open: others share it."""
 
@@ -169,22 +118,6 @@ def shareable_client(module: ModuleType, mounts: Mapping[str, Any] | None = None
         timeout=http.Timeout(READ_SECONDS, connect=CONNECT_SECONDS),
         mounts={**direct, **(mounts or {})},
     )
-
-
-_NOTHING_ELSE = orjson.OPT_PASSTHROUGH_SUBCLASS | orjson.OPT_PASSTHROUGH_DATETIME | orjson.OPT_PASSTHROUGH_DATACLASS
-
-
-def _written(value: Any) -> bytes | None:
-    """As JSON; None = the standard library must write it, or say why it cannot be written."""
-    try:
-        written = orjson.dumps(value, option=_NOTHING_ELSE)
-    except TypeError:
-        return None
-    return None if b"null" in written else written  # NaN is written so too, and must be refused
-
-
-def _address(url: Any) -> tuple[str, bytes]:
-    return url.scheme, url.netloc
 
 
 def _new_aiohttp_session() -> "aiohttp.ClientSession":

@@ -58,6 +58,20 @@ def test_what_was_used_last_stays_longest() -> None:
     assert [found(tree, [first] * 3).shape[TOKEN_DIM] for first in (1, 2, 3, 4)] == [3, 0, 3, 3]
 
 
+def test_a_conversation_of_many_turns_is_found_in_few_blocks() -> None:
+    tree = PrefixTree(1 << 30)
+    ids = [token % 7 for token in range(400)]
+    for turn in range(2, 401, 2):
+        tree.add(ids[:turn], block_of(ids[:turn]))
+    assert len(tree.find(ids)) <= 9  # of 200 turns
+    assert torch.equal(found(tree, ids), block_of(ids))
+    other = [*ids[:301], 8, 8]
+    tree.add(other, block_of(other))
+    assert torch.equal(found(tree, ids), block_of(ids))
+    assert torch.equal(found(tree, other), block_of(other))
+    assert tree.bytes == 402 * BYTES_PER_TOKEN
+
+
 def test_nothing_is_known_after_clear() -> None:
     tree = PrefixTree(1 << 20)
     tree.add([1, 2], block_of([1, 2]))

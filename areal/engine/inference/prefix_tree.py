@@ -1,7 +1,9 @@
 """Keys and values of token sequences that may begin a later prompt: conversations, shared prompts.
 
-A radix tree: nodes are runs of tokens, so a prefix that several sequences share is stored once. The least recently used
-leaves are dropped when the budget is spent. It knows nothing of weights: call `clear` when they change.
+A radix tree: nodes are runs of tokens, so a prefix that several sequences share is stored once. A conversation that
+grows turn by turn would be a node for each turn; a run is joined to the one before it once it is as long, so a path has
+few nodes (their lengths at least halve) and a token is copied few times. The least recently used leaves are dropped
+when the budget is spent. It knows nothing of weights: call `clear` when they change.
 """
 
 from collections.abc import Sequence
@@ -37,7 +39,7 @@ class PrefixTree:
             parent = node if count == len(node.ids) else self._split(node, count)
         if start == len(ids):
             return
-        self._attach(parent, ids[start:], block.narrow(TOKEN_DIM, start, len(ids) - start).clone())
+        self._join(self._attach(parent, ids[start:], block.narrow(TOKEN_DIM, start, len(ids) - start).clone()))
         if self.bytes > self.budget_bytes:
             self._evict()
 
@@ -60,6 +62,20 @@ class PrefixTree:
         parent.children[ids[0]] = node
         self.bytes += block.nbytes
         return node
+
+    def _join(self, leaf: "_Node") -> None:
+        """Make one node of a leaf and the nodes before it that only lead to it and are not longer."""
+        joined = [leaf]
+        while (parent := joined[-1].parent) is not None and parent is not self._root:
+            if len(parent.children) > 1 or len(parent.ids) > sum(len(node.ids) for node in joined):
+                break
+            joined.append(parent)
+        first = joined[-1]
+        if first is leaf:
+            return
+        first.ids = [token for node in reversed(joined) for token in node.ids]
+        first.block = torch.cat([node.block for node in reversed(joined)], dim=TOKEN_DIM)
+        first.children = {}
 
     def _split(self, node: "_Node", count: int) -> "_Node":
         """Make the first `count` tokens of a node a node of their own, and return it."""
