@@ -281,7 +281,7 @@ def _keeping_seed(prepared: _PreparedCall) -> Iterator[None]:
     finally:
         seeds, answered = prepared.session.seeds, prepared.tree.by_id(f"{prepared.call.id_prefix}{prepared.name}")
         if seeds is not None and answered is None:
-            seeds.give_back(prepared.prompt.hash, prepared.gconfig.seed)
+            seeds.give_back(prepared.prompt.hash.digest(), prepared.gconfig.seed)
 
 
 def _unique_names() -> Iterator[str]:
@@ -330,7 +330,7 @@ def _sampling(
         changes |= {"greedy": False, "temperature": call.temperature}
     seed = base.seed if call.seed is None else call.seed
     if session.seeds is not None:
-        seed = session.seeds.next(prompt.hash, seed)  # a call that is refused before this takes none
+        seed = session.seeds.next(prompt.hash.digest(), seed)  # a call that is refused before this takes none
     asked = {"top_p": call.top_p, "top_k": call.top_k, "seed": seed}
     changes |= {name: value for name, value in asked.items() if value is not None}
     sampling = base.new(**changes, stop=_stop(base, call, call_end))

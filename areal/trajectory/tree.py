@@ -11,7 +11,10 @@ thinking, say), and so rewrite the past.
 """
 
 import time
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 
 import numpy as np
 
@@ -23,7 +26,6 @@ from areal.trajectory.matching import Conversation, ConversationCache, normalise
 from areal.trajectory.message import Digest, Image, Message, call_ids, extend_digest, images_in, same_words
 from areal.trajectory.parsers.base import Tools
 from areal.trajectory.rendering import Renderer
-from areal.utils.seeds import PromptHash, prompt_hash
 
 
 @dataclass(slots=True)
@@ -126,7 +128,7 @@ class Prompt:
     """What the model may call; None = nothing is a call."""
     thinking: bool
     """The prompt ends inside thinking, so the answer begins with it."""
-    hash: PromptHash
+    hash: blake2b
     """Of the ids."""
     images: list[Image] = field(default_factory=list)
     """Those whose places are in the ids, in order."""
@@ -143,7 +145,7 @@ class _Latest:
     """Of the completion that it ends with."""
     messages: list[Message]
     ids: TokenIds
-    hash: PromptHash
+    hash: blake2b
     """Of the ids."""
 
 
@@ -430,3 +432,10 @@ class Tree:
                 return one.parent == other.parent
             one, other = self.completions[one.parent], self.completions[other.parent]
         return True
+
+
+def prompt_hash(ids: Sequence[int], beginning: blake2b | None = None) -> blake2b:
+    """Of these ids, after those whose hash is `beginning`."""
+    hashed = blake2b(digest_size=16) if beginning is None else beginning.copy()
+    hashed.update(array("q", ids))
+    return hashed

@@ -1,8 +1,6 @@
 """Seeds that follow from other seeds: the same again in the next run, and different wherever they should be."""
 
-from array import array
 from collections import Counter
-from collections.abc import Sequence
 from hashlib import blake2b
 from heapq import heappop, heappush
 
@@ -10,17 +8,6 @@ from heapq import heappop, heappush
 def derived_seed(*parts: int | str | bytes) -> int:
     """63 bits that follow from all of `parts`."""
     return int.from_bytes(blake2b(repr(parts).encode(), digest_size=8).digest()) >> 1
-
-
-PromptHash = blake2b
-"""Of the ids of a prompt."""
-
-
-def prompt_hash(ids: Sequence[int], beginning: PromptHash | None = None) -> PromptHash:
-    """Of these ids, after those whose hash is `beginning`."""
-    hashed = blake2b(digest_size=16) if beginning is None else beginning.copy()
-    hashed.update(array("q", ids))
-    return hashed
 
 
 class CallSeeds:
@@ -37,26 +24,24 @@ class CallSeeds:
         self._unused: dict[bytes, list[int]] = {}
         """Numbers of calls that got no answer, by prompt."""
 
-    def next(self, prompt: PromptHash, asked: int | None) -> int:
-        """The seed of the next call with that prompt.
+    def next(self, prompt: bytes, asked: int | None) -> int:
+        """The seed of the next call with the prompt whose ids have this digest.
 
         `asked` is one that the caller chose: it gives the same answer again within the episode, as it should, but not
         in other episodes, since samples of a group that are all equal teach nothing.
         """
         if asked is not None:
             return derived_seed(self._episode_seed, "asked", asked)
-        name = prompt.digest()
-        if unused := self._unused.get(name):
-            return self._seed(name, heappop(unused))
-        self._calls[name] += 1
-        return self._seed(name, self._calls[name])
+        if unused := self._unused.get(prompt):
+            return self._seed(prompt, heappop(unused))
+        self._calls[prompt] += 1
+        return self._seed(prompt, self._calls[prompt])
 
-    def give_back(self, prompt: PromptHash, seed: int | None) -> None:
+    def give_back(self, prompt: bytes, seed: int | None) -> None:
         """A call with that prompt and seed got no answer: the next one with the prompt is made in its place."""
-        name = prompt.digest()
-        for number in range(1, self._calls[name] + 1):
-            if self._seed(name, number) == seed:
-                heappush(self._unused.setdefault(name, []), number)
+        for number in range(1, self._calls[prompt] + 1):
+            if self._seed(prompt, number) == seed:
+                heappush(self._unused.setdefault(prompt, []), number)
 
-    def _seed(self, name: bytes, number: int) -> int:
-        return derived_seed(self._episode_seed, name, number)
+    def _seed(self, prompt: bytes, number: int) -> int:
+        return derived_seed(self._episode_seed, prompt, number)

@@ -23,8 +23,9 @@ from areal.proxy import Interaction
 from areal.rollout.episodes import Digests, bounded, call
 from areal.rollout.loading import episode_function
 from areal.trajectory.tensors import UNLIMITED, RowLimits, rows_of
+from areal.trajectory.tree import prompt_hash
 from areal.utils.callables import name_of
-from areal.utils.seeds import CallSeeds, prompt_hash
+from areal.utils.seeds import CallSeeds
 from areal.utils.waits import WAITS_FOR_MODEL, current
 
 REPEATED = re.compile(r"(<[^<>\s]+>|\[[^\[\]\s]+\])\1{3,}")
@@ -159,7 +160,7 @@ class RecordingEngine:
         adjusted, gconfig = copy(req), copy(req.gconfig)
         gconfig.greedy = gconfig.greedy or self._greedy
         if self._seeds is not None:
-            gconfig.seed = self._seeds.next(prompt_hash(req.input_ids), req.gconfig.seed)
+            gconfig.seed = self._seeds.next(prompt_hash(req.input_ids).digest(), req.gconfig.seed)
         adjusted.gconfig, adjusted.session = gconfig, req.session or self._session
         return adjusted
 
@@ -170,7 +171,7 @@ class RecordingEngine:
             yield
         except (Exception, asyncio.CancelledError):
             if self._seeds is not None:
-                self._seeds.give_back(prompt_hash(req.input_ids), req.gconfig.seed)
+                self._seeds.give_back(prompt_hash(req.input_ids).digest(), req.gconfig.seed)
             raise
 
     def _record(self, req: ModelRequest, response: ModelResponse, asked_at: float) -> None:
