@@ -8,8 +8,10 @@ a sample goes: the shares of the SDK and the proxy are measured by calls to an e
 """
 
 import asyncio
+import gc
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -196,29 +198,44 @@ def sample_costs(run: dict[str, Any]) -> dict[str, float]:
 
 
 async def call_costs() -> dict[str, float]:
-    """Processor time of a call in µs: to the proxy without the SDK, and with it; 64 at once."""
+    """Processor time of a call in µs: to the proxy without the SDK, and with it; 64 at once, the median of 12 rounds.
+
+    As in a run, each call has a session and a client of its own, eight ask the same, and what was there before is
+    frozen. The two take turns.
+    """
     from openai import AsyncOpenAI
 
     proxy = await instant_proxy()
-    session = proxy.open_session()
-    client = AsyncOpenAI(
-        base_url=session.base_url, api_key=session.api_key, http_client=proxy.http_client, max_retries=0
-    )
-    body = {"model": "default", "messages": [{"role": "user", "content": "Sort 5291"}]}
-    headers = {"authorization": f"Bearer {session.api_key}"}
-    calls: dict[str, Callable[[], Any]] = {
-        "proxy": lambda: proxy.http_client.post(f"{session.base_url}/chat/completions", json=body, headers=headers),
-        "sdk": lambda: client.chat.completions.create(**body),
-    }
-    costs = {}
-    for name, call in calls.items():
-        await asyncio.gather(*(call() for _ in range(64)))
-        before = time.process_time()
-        for _ in range(12):
-            await asyncio.gather(*(call() for _ in range(64)))
-        costs[name] = 1e6 * (time.process_time() - before) / (12 * 64)
+
+    def body(number: int) -> dict[str, Any]:
+        return {"model": "default", "messages": [{"role": "user", "content": f"Sort {number}"}]}
+
+    async def bare(session: Any, number: int) -> None:
+        headers = {"authorization": f"Bearer {session.api_key}"}
+        url = f"{session.base_url}/chat/completions"
+        (await proxy.http_client.post(url, json=body(number), headers=headers)).raise_for_status()
+
+    async def sdk(session: Any, number: int) -> None:
+        client = AsyncOpenAI(
+            base_url=session.base_url, api_key=session.api_key, http_client=proxy.http_client, max_retries=0
+        )
+        await client.chat.completions.create(**body(number))
+
+    gc.collect()
+    gc.freeze()
+    costs: dict[str, list[float]] = {"proxy": [], "sdk": []}
+    for turn in range(13):
+        for offset, (name, call) in enumerate((("proxy", bare), ("sdk", sdk))):
+            sessions = [proxy.open_session() for _ in range(64)]
+            first = 16 * turn + 8 * offset
+            before = time.process_time()
+            await asyncio.gather(*(call(each, first + number // 8) for number, each in enumerate(sessions)))
+            costs[name].append(1e6 * (time.process_time() - before) / 64)
+            for each in sessions:
+                await proxy.end_session(each)
     await proxy.aclose()
-    return costs
+    gc.unfreeze()
+    return {name: statistics.median(rounds[1:]) for name, rounds in costs.items()}
 
 
 def end_to_end(name: str, step_seconds: list[float], rewards: list[float]) -> dict[str, Any]:

@@ -144,9 +144,11 @@ class _Latest:
     index: int
     """Of the completion that it ends with."""
     messages: list[Message]
-    ids: TokenIds
+    prompt_ids: TokenIds
+    output_ids: list[int]
+    """The last answer's, apart: together they are copied once, for the next prompt."""
     hash: blake2b
-    """Of the ids."""
+    """Of all ids."""
 
 
 class Tree:
@@ -211,14 +213,17 @@ class Tree:
     def settle(self, draft: Draft, new_ids: list[int]) -> Prompt:
         """The last step."""
         parent = draft.parent
-        latest, images = None, draft.images
+        ids, hashed, images = TokenIds(), None, draft.images
         if parent is not None and draft.extends:
             latest = self._path_to(parent)
+            ids, hashed = TokenIds(latest.prompt_ids), latest.hash
+            ids += latest.output_ids
             if self.renderer.image_processor is not None:
                 images = [image for node in self.token_path(parent) for image in node.images] + images
+        ids += new_ids
         return Prompt(
-            ids=TokenIds(new_ids if latest is None else latest.ids + new_ids),
-            hash=prompt_hash(new_ids, None if latest is None else latest.hash),
+            ids=ids,
+            hash=prompt_hash(new_ids, hashed),
             parent=None if parent is None else parent.index,
             extends=draft.extends,
             new_ids=new_ids,
@@ -367,13 +372,13 @@ class Tree:
         if latest is not None and latest.index == completion.index:
             return latest
         ids = TokenIds(self.token_ids(completion))
-        return _Latest(completion.index, self.conversation(completion), ids, prompt_hash(ids))
+        return _Latest(completion.index, self.conversation(completion), ids, [], prompt_hash(ids))
 
     def _extended(self, prompt: Prompt, answer: Completion, output: list[int]) -> _Latest:
         """What goes on from this answer."""
         before = [] if prompt.parent is None else self.conversation(self.completions[prompt.parent])
         messages = [*before, *prompt.messages, answer.message]
-        return _Latest(answer.index, messages, TokenIds(prompt.ids + output), prompt_hash(output, prompt.hash))
+        return _Latest(answer.index, messages, prompt.ids, output, prompt_hash(output, prompt.hash))
 
     def _shared(self, tools: Tools | None) -> Tools | None:
         """Equal tools as one object: they are sent with every call, and stored once."""
