@@ -249,3 +249,21 @@ async def test_tool_call_arguments_that_are_no_json_are_kept_as_text(client, eng
     turn = {"role": "assistant", "content": None, "tool_calls": [call]}
     await ask(client, [QUESTION, turn, {"role": "tool", "tool_call_id": "c", "content": "?"}])
     assert '{"a": "\\ud800"' in engine.tokenizer.decode(engine.requests[0].input_ids)
+
+
+async def test_the_end_of_its_session_ends_a_call_and_not_the_task_that_made_it(proxy, session, engine):
+    engine.hold = asyncio.Event()
+    reached = []
+
+    async def agent():
+        reached.append((await post(proxy, session)).status_code)
+        await asyncio.sleep(0)  # a task that was cancelled would not come back from here
+        reached.append("on")
+
+    task = asyncio.ensure_future(agent())
+    await engine.until_in_flight(1)
+    await proxy.end_session(session)
+    await asyncio.wait_for(task, WAIT_SECONDS)
+    assert reached == [410, "on"]
+    assert engine.in_flight == 0
+    assert not session.calls
