@@ -12,33 +12,30 @@ import hashlib
 import os
 import platform
 import shlex
-import shutil
-import signal
-import subprocess
 import tempfile
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from areal.api.errors import KernelUnavailable
+from areal.engine.native.compile import (
+    FLAGS,
+    LEVELS,
+    CompileError,
+    compile_library,
+    find_compiler,
+    prebuilt_name,
+    source_key,
+)
 from areal.utils.cache import cache_directory
 from areal.utils.logging import getLogger
 
 logger = getLogger("kernel")
 
-HERE = Path(__file__).parent
-SOURCE = HERE / "step.cpp"
-FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi")
-"""Never -ffast-math: rounding in `exponential` relies on the order of operations."""
+PREBUILT = Path(__file__).with_name("prebuilt")
+"""What a wheel has."""
 FLAGS_VARIABLE = "AREAL_NATIVE_FLAGS"
 """Compile with these further flags, in place of -march=native and of what a wheel has."""
-BUILD_SECONDS = 120.0
-"""What the compiler may take; it needs about three on a quiet machine."""
-LEVELS = {
-    "x86-64-v4": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
-    "x86-64-v3": {"avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "abm"},
-}
-"""What a wheel has libraries for, the best first, and the flags in /proc/cpuinfo that each needs."""
 
 
 @dataclass(frozen=True)
@@ -81,54 +78,20 @@ def build() -> Path:
             made = Path(making) / target.name
             compile_library(compiler, made, _own_flags())
             os.replace(made, target)
+    except CompileError as error:
+        raise KernelUnavailable(
+            f"{compiler} cannot compile the native kernel: {error}; install a current g++, or use rollout.kernel=torch"
+        ) from None
     except OSError as error:
         raise KernelUnavailable(f"the native kernel cannot be kept in the cache: {error}; set AREAL_CACHE") from None
     return target
 
 
-def compile_library(compiler: str, target: Path, flags: tuple[str, ...]) -> None:
-    """Raises KernelUnavailable."""
-    command = [compiler, *FLAGS, *flags, str(SOURCE), "-o", str(target)]
-    process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, process_group=0
-    )
-    try:
-        said, _ = process.communicate(timeout=BUILD_SECONDS)
-    except BaseException as error:
-        os.killpg(process.pid, signal.SIGKILL)  # the compiler proper is a child of the compiler
-        process.communicate(timeout=BUILD_SECONDS)
-        if not isinstance(error, subprocess.TimeoutExpired):
-            raise
-        raise KernelUnavailable(
-            f"{compiler} took over {BUILD_SECONDS:g} s for the native kernel and was stopped; use rollout.kernel=torch"
-        ) from None
-    if process.returncode:
-        lines = said.decode(errors="replace").splitlines()
-        what = next((line for line in lines if "error" in line.lower()), f"exit code {process.returncode}")
-        raise KernelUnavailable(f"{compiler} cannot compile the native kernel: {what}; install a current g++")
-
-
-def find_compiler() -> str | None:
-    """$CXX, or the first that is there; g++ is what the kernel is tested with."""
-    for name in filter(None, (os.environ.get("CXX"), "g++", "c++", "clang++")):
-        if (path := shutil.which(name)) is not None:
-            return path
-    return None
-
-
-def prebuilt_name(level: str) -> str:
-    """Of a wheel's library: one of another source is not found."""
-    return f"{level}-{hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:12]}.so"
-
-
 def _prebuilt() -> Path | None:
-    if platform.system() != "Linux":
+    if platform.system() != "Linux" or not PREBUILT.is_dir():
         return None
-    for level, needed in LEVELS.items():
-        path = HERE / "prebuilt" / prebuilt_name(level)
-        if needed <= _processor_flags() and path.exists():
-            return path
-    return None
+    fitting = [PREBUILT / prebuilt_name(level) for level, needed in LEVELS.items() if needed <= _processor_flags()]
+    return next((path for path in fitting if path.exists()), None)
 
 
 def _own_flags() -> tuple[str, ...]:
@@ -138,12 +101,12 @@ def _own_flags() -> tuple[str, ...]:
 def _cached(compiler: str) -> Path:
     """Where the library is, once this compiler has made it."""
     binary = os.stat(compiler)
-    parts = [
-        SOURCE.read_bytes(),
-        repr((os.path.realpath(compiler), binary.st_size, binary.st_mtime_ns, FLAGS, _own_flags())).encode(),
-        repr((platform.system(), platform.machine(), sorted(_processor_flags()))).encode(),
-    ]
-    key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+    facts = (
+        source_key(),
+        (os.path.realpath(compiler), binary.st_size, binary.st_mtime_ns, FLAGS, _own_flags()),
+        (platform.system(), platform.machine(), sorted(_processor_flags())),
+    )
+    key = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
     return cache_directory() / "native" / f"native-{key}.so"
 
 
@@ -156,6 +119,6 @@ def _processor_flags() -> frozenset[str]:
                 name, _, words = line.partition(":")
                 if name.strip() in ("flags", "Features"):
                     return frozenset(words.split())
-    except OSError:
+    except OSError:  # another system
         pass
     return frozenset()

@@ -1,0 +1,43 @@
+"""A wheel made on x86 Linux with a C++ compiler has the engine's kernel compiled; other installs compile it when it is
+first used. Everything else is in pyproject.toml."""
+
+import platform
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+from setuptools import Distribution, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_py import build_py
+
+NATIVE = Path("areal/engine/native")
+COMPILE = runpy.run_path(str(Path(__file__).parent / NATIVE / "compile.py"))
+
+
+def compiles() -> bool:
+    fits = sys.platform == "linux" and platform.machine() == "x86_64"
+    return fits and COMPILE["find_compiler"]() is not None
+
+
+class BuildWithKernel(build_py):
+    def run(self) -> None:
+        super().run()
+        if compiles() and not self.editable_mode:
+            COMPILE["build_prebuilt"](Path(self.build_lib) / NATIVE / "prebuilt")
+
+
+class PlatformWheel(bdist_wheel):
+    def get_tag(self) -> tuple[str, str, str]:
+        """The libraries belong to a platform, and to no version of Python."""
+        _, _, place = super().get_tag()
+        return ("py3", "none", place)
+
+
+class WithKernel(Distribution):
+    def has_ext_modules(self) -> bool:
+        return compiles()
+
+
+classes: dict[str, Any] = {"build_py": BuildWithKernel, "bdist_wheel": PlatformWheel}
+setup(distclass=WithKernel, cmdclass=classes)
