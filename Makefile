@@ -11,6 +11,7 @@
 #   make test-fsdp              run those of training on several ranks; installs accelerate
 #   make fuzz [ARGS="--seed 2"] send the proxy 20,000 mutated requests; fails on any 500, hang or long echo
 #   make survive [ARGS=--quick] attack calls, processes and agents for a quarter of an hour; lists what was harmed
+#   make sanitize               run the native kernel's tests under AddressSanitizer and UBSan; needs g++
 #   make lint                   ruff (rules and format) and the type checker
 #   make venv                   only the environment that `make test` and `make lint` use
 #   make clean                  remove the environments and caches; runs/ is kept
@@ -30,7 +31,7 @@ SLURM := slurm-wlm slurmctld slurmd slurm-client munge iproute2 util-linux
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test test-fast test-camel test-vllm test-slurm test-ray test-fsdp combinations slurm fuzz survive lint venv clean
+.PHONY: help demo test test-fast test-camel test-vllm test-slurm test-ray test-fsdp combinations slurm fuzz survive sanitize lint venv clean
 .DELETE_ON_ERROR:
 
 help:
@@ -72,6 +73,12 @@ fuzz: .venv/.installed-dev
 
 survive: .venv/.installed-dev
 	@$(BIN)/python -m benchmarks.survival $(ARGS)
+
+# Its memory is torch's and numpy's, so Python runs under them too; what these leak is not looked at.
+sanitize: .venv/.installed-dev
+	@AREAL_NATIVE_FLAGS="-march=native -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all" ASAN_OPTIONS=detect_leaks=0 \
+	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
+	$(BIN)/python -m pytest tests/engine/test_native_kernel.py $(ARGS)
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .

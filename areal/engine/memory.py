@@ -257,8 +257,10 @@ MAX_RUNNING = 256
 PREFIX_MEMORY_SHARE = 0.1
 COPIES_MEMORY_SHARE = 0.2
 SMALLEST_COPIED_BYTES = 32 << 20
-"""As in inference/decoder_runner.py: shares of the memory for cached prefixes and for copies of the matrices, and from
-which size on these are copied."""
+"""As in inference/decoder_runner.py and inference/torch_kernel.py: shares of the memory for cached prefixes and for
+copies of the matrices, and from which size on these are copied."""
+PACKED_MEMORY_SHARE = 0.25
+"""As in native/kernel.py: of the memory, for packed weights."""
 SERVER_BATCHED_TOKENS = 8192
 """vLLM's and SGLang's prompts are computed in pieces of about so many tokens."""
 
@@ -274,6 +276,8 @@ class Serving:
     dtype: str = "float32"
     gpus: int = 1
     """That the server spreads the model over."""
+    kernel: str = "auto"
+    """As `rollout.kernel`; auto is taken to be native on a CPU."""
 
 
 def kv_token_bytes(shape: ModelShape, serving: Serving) -> int:
@@ -286,17 +290,30 @@ def embedded_terms(shape: ModelShape, serving: Serving, memory_bytes: int, *, on
     item, token = ITEM_BYTES[serving.dtype], kv_token_bytes(shape, serving)
     own = shape.parameters * item
     terms = {"weights": shape.parameters * FLOAT_BYTES if on_cpu else own}
-    if on_cpu and serving.dtype == "bfloat16":
-        terms["bfloat16 copies"] = own
-    room = COPIES_MEMORY_SHARE * memory_bytes
-    if on_cpu and own >= SMALLEST_COPIED_BYTES and 2 * own <= room:
-        # Two layouts of the matrices; and the next version with its own, if there is room.
-        terms["faster layouts"] = 2 * own
-        if 5 * own <= room:
-            terms["next version"] = terms["weights"] + (own if serving.dtype == "bfloat16" else 0) + 2 * own
+    packs = on_cpu and serving.kernel != "torch" and shape.family in FAMILIES
+    if packs and own <= PACKED_MEMORY_SHARE * memory_bytes:
+        terms["packed weights"] = own
+        token = token * FLOAT_BYTES // item  # the native kernel computes in float32
+        if 2 * own <= PACKED_MEMORY_SHARE * memory_bytes:
+            terms["next version"] = terms["weights"] + own
+    elif on_cpu:
+        terms |= _torch_terms(own, terms["weights"], serving, memory_bytes)
     rows = _doubled(1, min(serving.sequences, MAX_RUNNING))
     terms["KV cache"] = rows * token * min(_doubled(SMALLEST_POOL, serving.length), shape.max_positions)
     terms["cached prefixes"] = min(int(PREFIX_MEMORY_SHARE * memory_bytes), remembered * serving.length * token)
+    return terms
+
+
+def _torch_terms(own: int, weights: int, serving: Serving, memory_bytes: int) -> Terms:
+    """What torch's kernel copies on a CPU: the weights in its dtype; two layouts of matrices, and the next version with
+    its own, if there is room."""
+    terms, room = {}, COPIES_MEMORY_SHARE * memory_bytes
+    if serving.dtype == "bfloat16":
+        terms["bfloat16 copies"] = own
+    if own >= SMALLEST_COPIED_BYTES and 2 * own <= room:
+        terms["faster layouts"] = 2 * own
+        if 5 * own <= room:
+            terms["next version"] = weights + (own if serving.dtype == "bfloat16" else 0) + 2 * own
     return terms
 
 

@@ -235,7 +235,7 @@ def _engine_demand(config: PPOConfig, shape: ModelShape, machine: HostMemory, pr
     backend = Backend.parse(rollout.backend)
     length = min(prompt_tokens + config.gconfig.max_new_tokens, shape.max_positions or prompt_tokens)
     sequences = -(-rollout.max_concurrent_rollouts // backend.servers)
-    serving = Serving(sequences, length, rollout.dtype, backend.gpus_each)
+    serving = Serving(sequences, length, rollout.dtype, backend.gpus_each, rollout.kernel)
     on_gpu = machine.gpu_bytes > 0 and rollout.device != "cpu" and rollout.gpus != 0
     if backend.kind == "embedded":
         memory = machine.gpu_bytes if on_gpu else machine.host_bytes

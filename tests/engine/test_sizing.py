@@ -212,15 +212,30 @@ def test_publishing_needs_two_versions_in_shared_memory() -> None:
 
 
 def test_constants_are_those_of_the_code_that_is_planned() -> None:
-    from areal.engine.inference import decoder_runner, kv_cache
+    from areal.engine.inference import decoder_runner, kv_cache, torch_kernel
+    from areal.engine.native import kernel
     from areal.engine.training import head, packing
 
     assert memory.HEAD_ELEMENTS == head.HEAD_ELEMENTS
     assert memory.PAIRS_PER_TOKEN == packing.PAIRS_PER_TOKEN
     assert memory.SMALLEST_POOL == kv_cache.SMALLEST_POOL
     assert memory.PREFIX_MEMORY_SHARE == decoder_runner.PREFIX_MEMORY_SHARE
-    assert memory.COPIES_MEMORY_SHARE == decoder_runner.COPIES_MEMORY_SHARE
-    assert memory.SMALLEST_COPIED_BYTES == decoder_runner.SMALLEST_BYTES
+    assert memory.COPIES_MEMORY_SHARE == torch_kernel.COPIES_MEMORY_SHARE
+    assert memory.SMALLEST_COPIED_BYTES == torch_kernel.SMALLEST_BYTES
+    assert memory.PACKED_MEMORY_SHARE == kernel.PACKED_MEMORY_SHARE
+
+
+def test_the_native_kernel_packs_the_weights_and_keeps_its_cache_in_float32() -> None:
+    model = shape("smollm2-135m")
+    for dtype, item in (("float32", 4), ("bfloat16", 2)):
+        native, torch = (
+            memory.embedded_terms(model, Serving(8, 128, dtype, kernel=kernel), 64 * GIB, on_cpu=True, remembered=0)
+            for kernel in ("auto", "torch")
+        )
+        assert native["packed weights"] == item * model.parameters
+        assert native["KV cache"] == torch["KV cache"] * 4 // item
+        assert "packed weights" not in torch
+        assert torch["faster layouts"] == 2 * item * model.parameters
 
 
 def test_keys_and_values_are_spread_over_the_gpus_of_a_server() -> None:
