@@ -142,8 +142,7 @@ class DecoderRunner:
 
     def _step(self, ids: Tensor, positions: Tensor, pieces: Sequence[Piece]) -> Tensor:
         self._follow_weights()
-        lengths = (positions + 1).tolist()
-        self._cache.advance(lengths)
+        self._cache.advance(positions.numpy() + 1)
         for piece in pieces:
             self._make_room(piece)
         for piece in pieces:

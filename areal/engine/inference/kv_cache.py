@@ -85,13 +85,14 @@ class KeyValueCache:
             for row in [row for row in self._slots if row >= rows]:
                 self._free(row)
 
-    def advance(self, lengths: Sequence[int]) -> None:
+    def advance(self, lengths: Sequence[int] | Array) -> None:
         """The first rows are about to have these lengths."""
         count = len(lengths)
         self._lengths[:count] = lengths
-        grown = np.flatnonzero(self._lengths[:count] > self._capacities[:count]).tolist()
-        if not grown:
+        outgrown = self._lengths[:count] > self._capacities[:count]
+        if not outgrown.any():
             return
+        grown = np.flatnonzero(outgrown).tolist()
         for capacity, number in Counter(self._capacity(lengths[row]) for row in grown).items():
             self._pool(capacity, number)
         # The last of a pool first, so that no other row moves into a slot that is about to be freed.

@@ -11,7 +11,6 @@ vocabulary.
 import ctypes
 import mmap
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -152,11 +151,11 @@ class NativeKernel:
         step.tokens, step.wanted = count, len(tokens.targets)
         step.threads, step.has_pieces = threads, tokens.has_pieces
         step.by_rows = self._size < ROWS_PARAMETERS and count >= threads
-        begin, stride = tokens.columns.ctypes.data, 8 * count
+        begin, stride = tokens.address, 8 * count
         step.ids, step.positions, step.slots = begin, begin + stride, begin + 2 * stride
         step.layer_strides, step.head_strides = begin + 3 * stride, begin + 4 * stride
         step.groups, step.shared = begin + 5 * stride, begin + 6 * stride
-        step.wanted_tokens, step.targets = tokens.wanted.ctypes.data, tokens.targets.ctypes.data
+        step.wanted_tokens, step.targets = tokens.wanted_address, tokens.targets_address
         step.logits, step.work = logits.data_ptr(), self._work.data_ptr()
         wrong = self._functions.step(self._weights.reference, self._step_reference)
         if wrong:
@@ -174,14 +173,14 @@ class NativeKernel:
         if rows > len(self._tokens):
             self._tokens = np.zeros(2 * rows, dtype=np.int64)
             self._logprobs = np.zeros(2 * rows, dtype=np.float32)
+            self._draw.tokens, self._draw.logprobs = _address(self._tokens), _address(self._logprobs)
         counts = np.ascontiguousarray(counts, dtype=np.uint64)
         draw = self._draw
         draw.rows, draw.stride = rows, logits.stride(0)
         draw.threads = 1 if rows * self._vocab < ONE_THREAD_DRAW else torch.get_num_threads()
         draw.logits, draw.temperatures = logits.data_ptr(), params.temperatures.data_ptr()
         draw.greedy = params.greedy.data_ptr()
-        draw.seeds, draw.counts = params.seeds.ctypes.data, counts.ctypes.data
-        draw.tokens, draw.logprobs = self._tokens.ctypes.data, self._logprobs.ctypes.data
+        draw.seeds, draw.counts = _address(params.seeds), _address(counts)
         self._functions.draw(self._draw_reference)
         if params.limited or banned is not None:
             self._sample_limited(logits, params, counts, banned)
@@ -343,17 +342,22 @@ def _zeros(size: int) -> Tensor:
     return whole[start : start + size]
 
 
-@dataclass(frozen=True)
+def _address(array: Array) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
 class _StepTokens:
     """What a step computes."""
 
-    columns: Array
-    """[7,T]: id, position, slot, layer stride, head stride, group, shared positions; as step.cpp's `Step`."""
-    wanted: Array
-    """The tokens whose logits are wanted, ascending."""
-    targets: Array
-    """The row of logits that each of these gets."""
-    has_pieces: bool = False
+    def __init__(self, columns: Array, wanted: Array, targets: Array, *, has_pieces: bool = False) -> None:
+        self.columns = columns
+        """[7,T]: id, position, slot, layer stride, head stride, group, shared positions; as step.cpp's `Step`."""
+        self.wanted = wanted
+        """The tokens whose logits are wanted, ascending."""
+        self.targets = targets
+        """The row of logits that each of these gets."""
+        self.has_pieces = has_pieces
+        self.address, self.wanted_address, self.targets_address = map(_address, (columns, wanted, targets))
 
     def and_pieces(self, cache: KeyValueCache, batch: int, pieces: Sequence[Piece]) -> "_StepTokens":
         """With the pieces of prompts after the running sequences."""
@@ -393,8 +397,8 @@ class _Rows:
         self._columns = np.empty((7, batch), dtype=np.int64)
         self._columns[5:7] = _ALONE[:, None]
         self._order = None if order is None else np.array(order, dtype=np.int64)
-        self._wanted = np.arange(batch)
-        self._targets = self._wanted if self._order is None else self._order
+        wanted = np.arange(batch)
+        self._tokens = _StepTokens(self._columns, wanted, wanted if self._order is None else self._order)
 
     @classmethod
     def none(cls) -> "_Rows":
@@ -428,7 +432,7 @@ class _Rows:
             columns[0], columns[1] = ids.numpy(), positions.numpy()
         else:
             columns[0], columns[1] = ids.numpy()[self._order], positions.numpy()[self._order]
-        return _StepTokens(columns, self._wanted, self._targets)
+        return self._tokens
 
 
 def _place(pool: KeyValuePool, slot: int) -> tuple[int, int, int]:

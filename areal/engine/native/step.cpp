@@ -316,6 +316,12 @@ struct Attention {
     return s.slots[token] + layer * s.layer_strides[token] + head * s.head_strides[token];
   }
 
+  // The first block that a token reads.
+  void fetch_keys(int64_t token, int64_t layer, int64_t head) const {
+    const int64_t length = s.positions[token] + 1;
+    fetch(keys_of(token, layer, head), (length < BLOCK ? length : BLOCK) * head_dim);
+  }
+
   void attend(const Tile &tile, int64_t layer, int64_t head, const float *qkv, float *mixed) {
     const int64_t count = tile.count * group, width = group * head_dim;
     const float scale = 1.f / std::sqrt((float)head_dim);
@@ -522,8 +528,11 @@ struct Pass {
 
   void attend(int64_t l) {
     const int64_t items = (int64_t)tiles.size() * m.kv_heads;
-    for (int64_t item = products.index; item < items; item += products.count)
+    for (int64_t item = products.index; item < items; item += products.count) {
+      const int64_t next = item + products.count;
+      if (next < items) attention.fetch_keys(tiles[next / m.kv_heads].first, l, next % m.kv_heads);
       attention.attend(tiles[item / m.kv_heads], l, item % m.kv_heads, qkv, mixed);
+    }
   }
 
   void gate(const Layer &layer) const {
