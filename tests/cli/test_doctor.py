@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 
+from areal.api.errors import KernelUnavailable
 from areal.cli import main as command
 from areal.cli.doctor import checks
 from areal.cli.doctor.checks import Check
 from areal.config.experiment import GRPOConfig
 from areal.config.rollout import RolloutConfig
 from areal.config.training import SchedulerConfig
+from areal.engine.native import library
 
 ROOT = Path(__file__).parents[2]
 LARGE = ROOT / "tests/engine/model_configs/qwen2.5-7b"
@@ -166,3 +168,21 @@ def test_a_model_that_is_not_there_is_named_once_and_ends_with_1(
     (found,) = [each for each in report["checks"] if "no model directory" in each["found"]]
     assert found["remedy"] == "name one that has a config.json (--model DIR)"
     assert "memory" not in report
+
+
+@pytest.mark.slow
+def test_the_kernel_of_the_engine_is_told_and_missing_only_where_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse() -> Any:
+        raise KernelUnavailable("the native kernel needs a C++ compiler, and none was found; install g++")
+
+    settings = GRPOConfig()
+    settings.rollout = RolloutConfig(kernel="torch")
+    assert checks.check_kernel(settings) == Check("engine kernel", "ok", "torch (rollout.kernel=torch)")
+    monkeypatch.setattr(library, "load", refuse)
+    for kernel, state in (("auto", "note"), ("native", "missing")):
+        settings.rollout = RolloutConfig(kernel=kernel, device="cpu")  # type: ignore[arg-type]
+        found = checks.check_kernel(settings)
+        assert (found.state, found.remedy) == (state, "install g++")
+        assert "none was found" in found.found

@@ -262,7 +262,7 @@ struct Sizes {
     queries = tile_tokens * group;
     head = padded(m.head_dim, LANES);
     scratch = padded(queries * (m.head_dim + head + BLOCK + 2) + BLOCK * (m.head_dim + head), LANES);
-    row = 2 * hidden + qkv + mixed + gated;
+    row = 3 * hidden + qkv + mixed + gated;
   }
 
   int64_t work(int64_t tokens, int64_t threads) const { return tokens * row + threads * scratch; }
@@ -273,10 +273,12 @@ struct Sizes {
 struct Tile {
   int64_t first, count;  // tokens
   int64_t together;      // positions that all of them read in the slot of the first
+  int64_t row;           // where the results of the first go; those of the others follow
 };
 
 // Tokens from `first` to `end`, in tiles: neighbours of one prompt, neighbours that share a prefix, or single tokens.
-void cut_into_tiles(const Step &s, int64_t first, int64_t end, int64_t most, std::vector<Tile> &tiles) {
+// The result of a token goes to the row that is `shift` after its number.
+void cut_into_tiles(const Step &s, int64_t first, int64_t end, int64_t shift, int64_t most, std::vector<Tile> &tiles) {
   while (first < end) {
     int64_t last = first + 1, together = 0;
     const int64_t limit = end - first < most ? end : first + most;
@@ -287,7 +289,7 @@ void cut_into_tiles(const Step &s, int64_t first, int64_t end, int64_t most, std
       while (last < limit && s.groups[last] == s.groups[first]) last++;
       together = last - first > 1 ? s.shared[first] / BLOCK * BLOCK : 0;
     }
-    tiles.push_back({first, last - first, together});
+    tiles.push_back({first, last - first, together, first + shift});
     first = last;
   }
 }
@@ -338,7 +340,7 @@ struct Attention {
       for (int64_t g = 0; g < group; g++) {
         const int64_t q = t * group + g;
         const float share = 1.f / totals[q], *from = mix + q * size.head;
-        float *to = mixed + token * size.mixed + head * width + g * head_dim;
+        float *to = mixed + (tile.row + t) * size.mixed + head * width + g * head_dim;
         for (int64_t i = 0; i < head_dim; i++) to[i] = from[i] * share;
       }
     }
@@ -434,20 +436,21 @@ struct Pass {
   const Step &s;
   const Sizes size;
   const int64_t thread, threads;
-  const Share rows;      // whose row-wise work is this thread's
-  const Share products;  // this thread's part of products
-  float *hidden, *normed, *qkv, *mixed, *gated;
+  Share rows;      // whose row-wise work is this thread's
+  Share products;  // this thread's part of products
+  int64_t shift;   // the logits that are wanted as number a are those of row a + shift; known at the end
+  float *hidden, *wanted, *normed, *qkv, *mixed, *gated;
   Attention attention;
   std::vector<Tile> tiles;
 
   Pass(const Model &m, const Step &s, int64_t thread, int64_t threads)
       : m(m), s(s), size(m), thread(thread), threads(threads),
         rows{s.tokens * thread / threads, s.tokens * (thread + 1) / threads, 0, 1},
-        products(s.by_rows ? rows : Share{0, s.tokens, thread, threads}), hidden(s.work),
-        normed(hidden + s.tokens * size.hidden), qkv(normed + s.tokens * size.hidden), mixed(qkv + s.tokens * size.qkv),
+        products(s.by_rows ? rows : Share{0, s.tokens, thread, threads}), shift(0), hidden(s.work),
+        wanted(hidden + s.tokens * size.hidden), normed(wanted + s.tokens * size.hidden), qkv(normed + s.tokens * size.hidden), mixed(qkv + s.tokens * size.qkv),
         gated(mixed + s.tokens * size.mixed),
         attention(m, s, size, gated + s.tokens * size.gated + thread * size.scratch) {
-    cut_into_tiles(s, products.first, products.end, size.tile_tokens, tiles);
+    cut_into_tiles(s, products.first, products.end, 0, size.tile_tokens, tiles);
   }
 
   void wait() const {
@@ -472,6 +475,7 @@ struct Pass {
       wait();
       for (int64_t t = rows.first; t < rows.end; t++) keep_keys(layer, l, t);
       wait_for_keys();
+      if (l == m.layers - 1) narrow();
       attend(l);
       wait();
       multiply(mixed, size.mixed, layer.output, size.mixed, layer.output_bias, hidden, size.hidden, true);
@@ -483,7 +487,29 @@ struct Pass {
       multiply(gated, size.gated, layer.down, m.intermediate, nullptr, hidden, size.hidden, true);
       wait();
     }
+    if (m.layers == 0) narrow();
     head();
+  }
+
+  // Nobody reads what the last layer makes of other tokens than the wanted ones: of a prompt, all but the last. From its
+  // keys on only these are computed, in rows that follow each other.
+  void narrow() {
+    if (s.wanted == s.tokens) return;
+    int64_t first = 0, end = s.wanted;  // those of this thread's rows are neighbours
+    while (first < end && s.wanted_tokens[first] < rows.first) first++;
+    while (first < end && s.wanted_tokens[end - 1] >= rows.end) end--;
+    shift = s.by_rows ? rows.first - first : 0;  // a thread that does not wait for others writes to its own rows only
+    for (int64_t a = first; a < end; a++)
+      memcpy(wanted + (a + shift) * size.hidden, hidden + s.wanted_tokens[a] * size.hidden, m.hidden * sizeof(float));
+    hidden = wanted;
+    rows.first = first + shift, rows.end = end + shift;
+    products = s.by_rows ? rows : Share{0, s.wanted, thread, threads};
+    tiles.clear();
+    for (int64_t a = products.first - shift, next; a < products.end - shift; a = next) {
+      for (next = a + 1; next < products.end - shift && s.wanted_tokens[next] == s.wanted_tokens[next - 1] + 1;) next++;
+      const int64_t token = s.wanted_tokens[a];
+      cut_into_tiles(s, token, token + next - a, a + shift - token, size.tile_tokens, tiles);
+    }
   }
 
   void embed(int64_t t) const {
@@ -547,20 +573,12 @@ struct Pass {
                });
   }
 
-  // Only of the tokens whose logits are wanted. Those of a thread's rows are neighbours.
   void head() const {
-    int64_t first = 0, end = s.wanted;
-    while (first < end && s.wanted_tokens[first] < rows.first) first++;
-    while (first < end && s.wanted_tokens[end - 1] >= rows.end) end--;
-    // A thread that does not wait for others may write to its own rows only.
-    float *x = s.by_rows ? normed + (rows.first - first) * size.hidden : normed;
-    for (int64_t a = first; a < end; a++)
-      normalise(hidden + s.wanted_tokens[a] * size.hidden, m.final_norm, x + a * size.hidden, m.hidden, (float)m.norm_eps);
+    for (int64_t row = rows.first; row < rows.end; row++) norm(row, m.final_norm);
     wait();
-    const Share wanted = s.by_rows ? Share{first, end, 0, 1} : Share{0, s.wanted, thread, threads};
-    product<W>(wanted, x, size.hidden, m.head, m.hidden, padded(m.vocab, PANEL) / PANEL,
-               [=](int64_t a, int64_t panel, const Vec *sums) {
-                 float *to = s.logits + s.targets[a] * s.logits_stride + panel * PANEL;
+    product<W>(products, normed, size.hidden, m.head, m.hidden, padded(m.vocab, PANEL) / PANEL,
+               [=](int64_t row, int64_t panel, const Vec *sums) {
+                 float *to = s.logits + s.targets[row - shift] * s.logits_stride + panel * PANEL;
                  for (int n = 0; n < VECTORS; n++) store(to + n * LANES, sums[n]);
                });
   }
