@@ -197,6 +197,26 @@ def _declare_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--force", action="store_true", help="overwrite files that exist")
 
 
+def _declare_view(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", nargs="*", default=["runs"], metavar="RUNS", help="runs, or directories of runs (runs)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; beyond loopback it needs a token")
+    parser.add_argument("--port", type=int, default=8265, help="0 = a free one (8265)")
+    parser.add_argument("--bundle", metavar="DIR", help="write pages that open from a disk instead, and end")
+    parser.add_argument(
+        "--filter", default="", metavar="WORDS", help="episodes that a bundle has, as for areal export (the newest)"
+    )
+    parser.add_argument("--episodes", type=int, default=500, metavar="N", help="of each run in a bundle, at most (500)")
+
+
+def _declare_rescore(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help="a run's directory; the run may still go on")
+    parser.add_argument("--reward", required=True, metavar="FUNCTION", help="import string: my_module.my_reward")
+    parser.add_argument("--filter", default="", metavar="WORDS", help="only these episodes, as for areal export")
+    parser.add_argument("--name", help="of RUN/rescored/NAME.json (the function's)")
+    parser.add_argument("--timeout", type=float, default=15.0, metavar="SECONDS", help="for each call (15)")
+    parser.add_argument("--force", action="store_true", help="overwrite a result of that name")
+
+
 def _declare_status(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="the run's directory: output_dir/experiment_name/trial_name")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
@@ -237,6 +257,17 @@ VERBS = {
         "say what each part of a run does or waits for",
         _declare_status,
         "areal status runs/sort-digits/one",
+    ),
+    "view": Verb(
+        "show runs in a browser: curves, episodes, tokens",
+        _declare_view,
+        "areal view runs",
+    ),
+    "rescore": Verb(
+        "score a run's episodes with another reward function",
+        _declare_rescore,
+        "areal rescore runs/sort-digits/one --reward my_module.my_reward --filter 'step:100..'",
+        imports_user_code=True,
     ),
     "replay": Verb(
         "train again from stored batches, and compare the weights",

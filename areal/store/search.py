@@ -199,6 +199,11 @@ class StoreSearch(StoreReader):
         )
         return [_group_line(row) for row in found]
 
+    def group(self, task_id: int) -> GroupLine | None:
+        """None if there is none of that number."""
+        found = self._db.execute(f"SELECT {GROUP_COLUMNS} FROM groups WHERE task_id = ?", (task_id,)).fetchone()
+        return None if found is None else _group_line(found)
+
     def rejection_kinds(self) -> list[RejectionKind]:
         """What was rejected, the most frequent reason first, each with one traceback."""
         by_reason: dict[str, list[tuple[int, int]]] = {}
@@ -215,8 +220,9 @@ class StoreSearch(StoreReader):
         if not found:
             raise KeyError(number)
         (line,) = self._lines(found)
-        group = self._db.execute(f"SELECT {GROUP_COLUMNS} FROM groups WHERE task_id = ?", (line.task_id,)).fetchone()
-        return Trajectory(line, _group_line(group), self.episode(number), self.trained_rows(number))
+        group = self.group(line.task_id)
+        assert group is not None, "an episode belongs to a group"
+        return Trajectory(line, group, self.episode(number), self.trained_rows(number))
 
     def _ordered(self, chosen: EpisodeFilter, column: Column, down: bool, limit: int) -> list[Any]:
         way = "DESC" if down else "ASC"

@@ -198,7 +198,12 @@ def lines_of(report: Report, width: int | None = None) -> list[str]:
     """A report as text."""
     step = "before its first step" if report["step"] is None else f"step {report['step']} of {report['total_steps']}"
     head = f"{report['run']}: {step}; driver pid {report['pid']} on {report['host']}, for {duration(report['seconds'])}"
-    return [head, *describe([_doing(each) for each in report["parts"]], width)]
+    return [head, *describe(doings_of(report), width)]
+
+
+def doings_of(report: Report) -> list[Doing]:
+    """What the parts of a run do, if its driver said so."""
+    return [_doing(each) for each in report["parts"]]
 
 
 def _doing(values: dict[str, Any]) -> Doing:

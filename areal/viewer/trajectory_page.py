@@ -1,0 +1,345 @@
+"""One episode: the conversation as a person reads it, its tree of answers, and the same as coloured tokens."""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from areal.api.messages import Episode
+from areal.store.search import StoreSearch, Trajectory
+from areal.viewer.episode_pages import answer_of, content_text, expected_of, task_block
+from areal.viewer.frame import (
+    Links,
+    Place,
+    facts,
+    heading,
+    number,
+    page,
+    plural,
+    seconds,
+    signed,
+    state_badge,
+)
+from areal.viewer.html import Child, Markup, data_block, el, visible
+from areal.viewer.runs import Run
+from areal.viewer.tokens import (
+    MOST_TOKENS,
+    CompletionFigures,
+    Fork,
+    TokenTexts,
+    completion_figures,
+    forks,
+    token_columns,
+)
+
+LONGEST = 20_000
+"""Characters of a message on the page; all of it is a file."""
+MOST_ROWS = 50
+COLOURS = (
+    ("logprob", "Log-prob", "how likely the sampler found it"),
+    ("ratio", "Ratio", "probability in the trainer over that in the sampler"),
+    ("advantage", "Advantage", "what the loss was given"),
+    ("version", "Weights", "the version that sampled it"),
+)
+
+
+@dataclass(frozen=True)
+class Said:
+    """A message in an episode, and where it stands."""
+
+    place: int
+    """Among all messages of the page."""
+    message: dict[str, Any]
+    completion: int | None = None
+    """Which of the model's answers it is."""
+    begins: int = -1
+    """Which of the model's answers it is the first message for; -1 = none."""
+
+
+def trajectory_page(links: Links, run: Run, found: Trajectory, texts: TokenTexts, first: int = 0) -> str:
+    """`first` is the token that the coloured view begins with."""
+    line, group, episode = found.line, found.group, found.episode
+    figures = completion_figures(episode, found.trained)
+    title = f"Episode {line.id}"
+    known = facts(
+        ("reward", el("strong", number(line.reward))),
+        ("state", state_badge(line.state)),
+        ("reason", el("code", line.reason) if line.reason else None),
+        (
+            "step",
+            el("a", str(line.step), href=links.episodes(run.slug, f"step:{line.step}"))
+            if line.step is not None
+            else None,
+        ),
+        ("group", links.to_group(run.slug, line.task_id)),
+        ("sample", str(line.sample)),
+        ("tokens", f"{line.tokens:,} of {line.tokens + line.prompt_tokens:,}"),
+        ("turns", f"{line.calls:,}"),
+        ("staleness", str(line.staleness) if line.staleness is not None else None),
+        ("time", seconds(line.seconds)),
+        ("truncated", "yes" if line.truncated else None),
+    )
+    reader = _Conversation(links, run, line.id, episode, figures, forks(episode, texts))
+    body = [
+        heading(title),
+        known,
+        _answers(expected_of(group.task), answer_of(episode.messages)),
+        task_block(group.task),
+        _tabs(bool(episode.rows)),
+        el("section", reader.render(), id="conversation", class_="conversation", aria_label="Conversation"),
+        _tokens(found, texts, first, links, run)
+        if episode.rows
+        else el("p", "Its tokens are not kept.", class_="note"),
+    ]
+    place = Place(run.slug, run.name, "Episodes")
+    return page(links, title, *body, place=place, scripts=("tokens.js",))
+
+
+def message_texts(episode: Episode) -> list[str]:
+    """The whole text of every message of the page, in its order."""
+    return [visible(content_text(said.message.get("content"))) for said in _all_said(episode)]
+
+
+def _all_said(episode: Episode) -> list[Said]:
+    said: list[Said] = []
+    for index in _order(episode):
+        node = episode.nodes[index]
+        new = [*((message, None) for message in node.messages), (node.message, index)]
+        said += [
+            Said(len(said) + offset, message, completion, index if offset == 0 else -1)
+            for offset, (message, completion) in enumerate(new)
+        ]
+    if said:
+        return said
+    answers = 0
+    for place, message in enumerate(episode.messages):
+        is_answer = message.get("role") == "assistant"
+        said.append(Said(place, message, answers if is_answer else None))
+        answers += is_answer
+    return said
+
+
+def _order(episode: Episode) -> list[int]:
+    """Answers as they are read: each conversation to its end, then its branches."""
+    children: dict[int | None, list[int]] = {}
+    for index, node in enumerate(episode.nodes):
+        children.setdefault(node.parent, []).append(index)
+    order: list[int] = []
+    waiting = list(reversed(children.get(None, [])))
+    while waiting:
+        index = waiting.pop()
+        order.append(index)
+        waiting += reversed(children.get(index, []))
+    return order
+
+
+def _answers(expected: str | None, given: str) -> Child:
+    """What should have come out beside what did."""
+    if expected is None:
+        return None
+    long = 2000
+    clipped = [text if len(text) <= long else f"{text[:long]} …" for text in (expected, given)]
+    made = [
+        el("div", el("h2", name), el("div", text or "nothing", class_="said", dir="auto"))
+        for name, text in zip(("Expected", "Given"), clipped, strict=True)
+    ]
+    return el("section", made, class_="answers", aria_label="Expected and given answer")
+
+
+def _tabs(has_tokens: bool) -> Child:
+    if not has_tokens:
+        return None
+    made = [
+        el("button", name, type="button", role="tab", id=f"tab-{target}", aria_controls=target,
+           aria_selected="true" if target == "conversation" else "false")
+        for name, target in (("Conversation", "conversation"), ("Tokens", "tokens"))
+    ]  # fmt: skip
+    return el("div", made, class_="tabs", role="tablist", aria_label="How the episode is shown", hidden=True)
+
+
+class _Conversation:
+    """Renders each message once; branches follow the conversation that they part from."""
+
+    def __init__(
+        self,
+        links: Links,
+        run: Run,
+        number: int,
+        episode: Episode,
+        figures: dict[int, CompletionFigures],
+        forks: dict[int, Fork],
+    ) -> None:
+        self._links, self._run, self._number = links, run, number
+        self._episode, self._figures, self._forks = episode, figures, forks
+
+    def render(self) -> Child:
+        said = _all_said(self._episode)
+        if not said:
+            return el("p", "No messages were recorded.", class_="note")
+        made: list[Child] = [self._outline()] if self._forks else []
+        for each in said:
+            if each.begins in self._forks:
+                made.append(self._fork(each.begins, self._forks[each.begins]))
+            made.append(self._message(each))
+        return made
+
+    def _outline(self) -> Markup:
+        """The tree, with a link to each answer."""
+        children: dict[int | None, list[int]] = {}
+        for index, node in enumerate(self._episode.nodes):
+            children.setdefault(node.parent, []).append(index)
+        return el("nav", el("h2", "Tree"), self._branches(children, None), class_="tree", aria_label="Tree of answers")
+
+    def _branches(self, children: dict[int | None, list[int]], parent: int | None, depth: int = 0) -> Markup:
+        """Answers that follow each other stand in one line; a list begins where they part."""
+        items = []
+        for first in children.get(parent, []):
+            chain, here = [first], first
+            while len(children.get(here, [])) == 1:
+                here = children[here][0]
+                chain.append(here)
+            links = [el("a", self._name(index), href=f"#answer-{index}") for index in chain]
+            deeper = self._branches(children, here, depth + 1) if children.get(here) and depth < 50 else None
+            items.append(el("li", [part for link in links for part in (" → ", link)][1:], deeper))
+        return el("ul", items)
+
+    def _name(self, index: int) -> str:
+        reward = self._episode.nodes[index].reward
+        return f"answer {index}" + (f" ({number(reward)})" if reward is not None else "")
+
+    def _fork(self, index: int, fork: Fork) -> Markup:
+        node = self._episode.nodes[index]
+        what = (
+            f"The template rendered the conversation up to answer {fork.other} differently, so its tokens begin anew."
+            if node.parent == fork.other and not node.extends
+            else f"Answer {index} continues the same conversation as answer {fork.other} with other messages."
+            if node.parent is not None
+            else f"Answer {index} begins another conversation than answer {fork.other}."
+        )
+        compared = el(
+            "dl",
+            el("dt", f"after {plural(fork.place, 'common token')}"),
+            el("dd", el("code", "…" if fork.common else "", fork.common)),
+            el("dt", "here"),
+            el("dd", el("code", el("ins", fork.here or "(the end)"))),
+            el("dt", f"in answer {fork.other}"),
+            el("dd", el("code", el("del", fork.there or "(the end)"))),
+        )
+        return el("aside", el("h2", f"Branch: answer {index}"), el("p", what), compared, class_="fork")
+
+    def _message(self, said: Said) -> Markup:
+        role = str(said.message.get("role", "?"))
+        head: list[Child] = [el("span", role, class_="role")]
+        if said.completion is not None:
+            head.append(el("span", self._about(said), class_="note"))
+        name = said.message.get("name")
+        if name and role == "tool":
+            head.append(el("code", str(name)))
+        thinking = content_text(said.message.get("reasoning_content") or said.message.get("reasoning"))
+        return el(
+            "article",
+            el("header", head),
+            el("details", el("summary", "Thinking"), self._text(said, thinking)) if thinking else None,
+            self._body(said, role),
+            [_tool_call(call) for call in said.message.get("tool_calls") or []],
+            class_=f"message role-{role if role in ('system', 'user', 'assistant', 'tool') else 'other'}",
+            id=f"answer-{said.completion}" if said.completion is not None else None,
+        )
+
+    def _body(self, said: Said, role: str) -> Child:
+        text = content_text(said.message.get("content"))
+        if not text:
+            return None
+        if role == "tool":
+            return el("details", el("summary", "Result of ", plural(len(text), "character")), self._text(said, text))
+        return self._text(said, text)
+
+    def _text(self, said: Said, text: str) -> list[Child]:
+        shown = el("div", text[:LONGEST], class_="said", dir="auto")
+        if len(text) <= LONGEST:
+            return [shown]
+        whole = el(
+            "a", f"all {len(text):,} characters", href=self._links.message(self._run.slug, self._number, said.place)
+        )
+        return [shown, el("p", f"… {len(text) - LONGEST:,} more characters; ", whole, class_="note")]
+
+    def _about(self, said: Said) -> str:
+        """`reward 1 · return 0.9 · advantage +0.4 · 35 tokens · weights 3 · stop · 0.8 s`"""
+        index = said.completion
+        assert index is not None
+        node = self._episode.nodes[index] if index < len(self._episode.nodes) else None
+        reward = node.reward if node is not None else said.message.get("reward")
+        about = [f"answer {index}"] if self._episode.nodes else []
+        if isinstance(reward, int | float):
+            about.append(f"reward {number(reward)}")
+        figures = self._figures.get(index)
+        if figures is not None:
+            versions = "–".join(dict.fromkeys(map(str, figures.versions)))
+            about += [f"return {number(figures.returns)}"] if figures.returns is not None else []
+            about += [f"advantage {signed(figures.advantage)}"] if figures.advantage is not None else []
+            about += [plural(figures.tokens, "token"), f"weights {versions}"]
+            about += [] if figures.trained else ["not trained"]
+        if node is not None:
+            about += [f"ended by {node.finish}"] if node.finish else []
+            about.append(seconds(node.answered - node.asked))
+        return " · ".join(about)
+
+
+def _tool_call(call: Any) -> Markup:
+    function = call.get("function", call) if isinstance(call, dict) else {}
+    arguments = function.get("arguments", "") if isinstance(function, dict) else str(call)
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False, indent=2)
+    name = str(function.get("name", "?")) if isinstance(function, dict) else "?"
+    short = arguments if len(arguments) <= 80 else f"{arguments[:80]} …"
+    return el(
+        "details",
+        el("summary", "calls ", el("code", name), " ", el("span", short, class_="note")),
+        el("pre", arguments[:LONGEST], class_="json", dir="auto"),
+        class_="call",
+    )
+
+
+def _tokens(found: Trajectory, texts: TokenTexts, first: int, links: Links, run: Run) -> Markup:
+    rows = found.episode.rows[:MOST_ROWS]
+    trained = found.trained
+    columns = [
+        token_columns(
+            row, trained[place] if place < len(trained) else None, texts, first if first < len(row.input_ids) else 0
+        )
+        for place, row in enumerate(rows)
+    ]
+    longest = max(len(row.input_ids) for row in rows)
+    options = [el("option", f"{name}: {what}", value=value) for value, name, what in COLOURS]
+    notes = [
+        None if texts.known else "The run's tokenizer is not here, so ids are shown.",
+        None if trained else "The trainer's figures are not there: it was not trained, or they are not kept.",
+        f"{plural(len(found.episode.rows), 'row')}, of which {MOST_ROWS} are shown."
+        if len(found.episode.rows) > MOST_ROWS
+        else None,
+    ]
+    pages = [
+        el("a", f"from {start:,}", href=f"{links.episode(run.slug, found.line.id)}?first={start}#tokens")
+        for start in range(0, longest, MOST_TOKENS)
+    ] if longest > MOST_TOKENS and not links.is_file else []  # fmt: skip
+    cut = f"The first {MOST_TOKENS:,} of {longest:,} tokens." if longest > MOST_TOKENS and links.is_file else None
+    return el(
+        "section",
+        el("div", el("label", "Colour ", el("select", options, id="colour")), el("div", id="legend", class_="legend"),
+           class_="controls"),
+        [el("p", note, class_="note") for note in notes if note],
+        el("p", "Tokens ", [part for link in pages for part in (link, " ")], class_="note") if pages else None,
+        el("p", cut, class_="note") if cut else None,
+        el("div", id="token-rows", class_="token-rows"),
+        el("div", id="token-facts", class_="token-facts", role="status", aria_live="polite"),
+        data_block("token-data", {"rows": columns, "known": texts.known}),
+        id="tokens",
+        class_="tokens",
+        aria_label="Tokens",
+    )  # fmt: skip
+
+
+def load_trajectory(store: StoreSearch, number: int) -> Trajectory | None:
+    try:
+        return store.trajectory(number)
+    except KeyError:
+        return None
