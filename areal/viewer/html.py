@@ -19,8 +19,8 @@ class Markup(str):
 Child = Markup | str | int | float | None | Iterable["Child"]
 Attribute = str | int | float | bool | None
 
-VOID = frozenset({"br", "input", "link", "meta", "hr", "path", "rect", "circle", "line", "polyline"})
-"""Elements without content."""
+VOID = frozenset({"br", "input", "link", "meta"})
+"""Elements of HTML without an end."""
 
 _DIRECTIONS = {
     0x061C: "ALM", 0x200E: "LRM", 0x200F: "RLM", 0x202A: "LRE", 0x202B: "RLE", 0x202C: "PDF", 0x202D: "LRO",

@@ -24,7 +24,7 @@ from areal.viewer.html import Child, Markup, data_block, el
 from areal.viewer.runs import Config, HeldOut, Run, RunFacts, differences
 
 CHARTS = ("uplot.js", "charts.js")
-MOST_DIFFERENCES = 8
+MOST_DIFFERENCES = 5
 """Of the settings of a run that a list shows."""
 NOT_FIGURES = frozenset({"step", "time_seconds", "eval_reward", "eval_greedy_reward"})
 FIRST_FIGURES = ("reward", "staleness", "entropy", "kl", "tokens_per_second", "rejected", "loss", "grad_norm")
@@ -55,8 +55,7 @@ def runs_page(links: Links, found: Sequence[RunFacts]) -> str:
         )
         return page(links, "areal", heading("Runs"), body)
     head = ("", "Run", "State", "Reward", "Held-out", "Steps", "Time", "Begun", "Set differently")
-    differing = differences([each.config for each in listed if each.config])
-    rows = [_run_row(links, each, differing) for each in listed]
+    rows = [_run_row(links, each, _differing_from_others(each, listed)) for each in listed]
     table = el(
         "table",
         el("thead", el("tr", [el("th", name or el("span", "compare", class_="unseen"), scope="col") for name in head])),
@@ -66,6 +65,12 @@ def runs_page(links: Links, found: Sequence[RunFacts]) -> str:
     compare = el("p", el("button", "Compare the ticked runs", type="submit"), class_="actions")
     form = el("form", el("div", table, class_="wide"), compare, action=links.compare(), method="get", id="runs")
     return page(links, "Runs", heading("Runs", plural(len(listed), "run")), form, scripts=("runs.js",))
+
+
+def _differing_from_others(each: RunFacts, listed: Sequence[RunFacts]) -> list[str]:
+    """Between runs of the same experiment: others differ in everything."""
+    same = [other.config for other in listed if other.run.experiment == each.run.experiment and other.config]
+    return differences(same) if each.config else []
 
 
 def _run_row(links: Links, each: RunFacts, differing: Sequence[str]) -> Markup:

@@ -41,6 +41,10 @@ class Run:
     name: str
     directory: Path
 
+    @property
+    def experiment(self) -> Path:
+        return self.directory.parent
+
     def search(self) -> StoreSearch:
         return StoreSearch(self.directory, at_rest=True)
 

@@ -33,6 +33,8 @@ from areal.viewer.tokens import (
 
 LONGEST = 20_000
 """Characters of a message on the page; all of it is a file."""
+FOLDED = 80
+"""Characters of what is folded that are seen."""
 MOST_ROWS = 50
 COLOURS = (
     ("logprob", "Log-prob", "how likely the sampler found it"),
@@ -250,7 +252,9 @@ class _Conversation:
         if not text:
             return None
         if role == "tool":
-            return el("details", el("summary", "Result of ", plural(len(text), "character")), self._text(said, text))
+            return el(
+                "details", el("summary", "result ", el("span", _short(text), class_="note")), self._text(said, text)
+            )
         return self._text(said, text)
 
     def _text(self, said: Said, text: str) -> list[Child]:
@@ -290,13 +294,17 @@ def _tool_call(call: Any) -> Markup:
     if not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False, indent=2)
     name = str(function.get("name", "?")) if isinstance(function, dict) else "?"
-    short = arguments if len(arguments) <= 80 else f"{arguments[:80]} …"
     return el(
         "details",
-        el("summary", "calls ", el("code", name), " ", el("span", short, class_="note")),
+        el("summary", "calls ", el("code", name), " ", el("span", _short(arguments), class_="note")),
         el("pre", arguments[:LONGEST], class_="json", dir="auto"),
         class_="call",
     )
+
+
+def _short(text: str) -> str:
+    line = " ".join(text[: 2 * FOLDED].split())
+    return line if len(line) <= FOLDED and len(text) <= 2 * FOLDED else f"{line[:FOLDED]} …"
 
 
 def _tokens(found: Trajectory, texts: TokenTexts, first: int, links: Links, run: Run) -> Markup:

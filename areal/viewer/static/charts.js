@@ -53,9 +53,9 @@
     const chart = new uPlot({
       ...size(),
       cursor: { sync: { key: "areal" }, points: { size: 6 }, drag: { x: true, y: false } },
-      scales: { x: { time: false } },
+      scales: { x: { time: false }, y: { range: (u, low, high) => (low === high ? [low - (low ? Math.abs(low) / 2 : 0), high + (high ? Math.abs(high) / 2 : 1)] : uPlot.rangeNum(low, high, 0.1, false)) } },
       legend: { live: true },
-      axes: [{ ...axis, values: time ? (u, ticks) => ticks.map((t) => `${say(t / 60)} min`) : undefined, incrs: time ? undefined : [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 50000, 100000] },
+      axes: [{ ...axis, size: 30, values: time ? (u, ticks) => ticks.map((t) => `${say(t / 60)} min`) : undefined, incrs: time ? undefined : [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 50000, 100000] },
         { ...axis, size: 56, values: (u, ticks) => ticks.map(say) }],
       series: [{ label: unit, value: (u, v) => say(v) }, ...series.map((each) => ({
         label: each.label || "", stroke: each.stroke, width: each.width ?? 1.5, dash: each.dash, spanGaps: each.spanGaps ?? false,
@@ -64,7 +64,8 @@
       }))],
       bands,
     }, [across, ...series.map((each) => each.values)], holder);
-    series.forEach((each, place) => { if (!each.label) chart.root.querySelectorAll(".u-legend .u-series")[place + 1].remove(); });
+    const entries = [...chart.root.querySelectorAll(".u-legend .u-series")];
+    series.forEach((each, place) => { if (!each.label) entries[place + 1].remove(); });
     let pressed = null;
     chart.over.addEventListener("mousedown", (event) => { pressed = event.clientX; });
     chart.over.addEventListener("mouseup", (event) => {

@@ -8,7 +8,7 @@
   const { rows } = JSON.parse(document.getElementById("token-data").textContent);
   const area = document.getElementById("token-rows"), facts = document.getElementById("token-facts");
   const legend = document.getElementById("legend"), chooser = document.getElementById("colour");
-  const tokens = [];
+  const tokens = [], FOLD = 60;
   let active = null;
 
   const shape = (text) => text.replaceAll("\n", "↵\n").replaceAll("\t", "→\t");
@@ -24,21 +24,37 @@
       }
       const line = document.createElement("div");
       line.className = "token-row";
+      // A long prompt is folded: what the model said is what people came for.
+      let prompt = [];
+      const close = () => {
+        if (prompt.length > FOLD) {
+          const hidden = prompt.slice(0, -FOLD / 3), button = document.createElement("button");
+          button.type = "button";
+          button.textContent = `… ${hidden.length.toLocaleString("en")} prompt tokens`;
+          button.addEventListener("click", () => button.replaceWith(...hidden));
+          line.append(button, ...prompt.slice(-FOLD / 3));
+        } else line.append(...prompt);
+        prompt = [];
+      };
       const where = new Map(row.at.map((place, index) => [place, index]));
       row.text.forEach((text, place) => {
         const span = document.createElement("span");
         span.textContent = shape(text);
         const index = where.get(place);
-        if (index === undefined) span.className = "tk prompt";
-        else {
+        if (index === undefined) {
+          span.className = "tk prompt";
+          prompt.push(span);
+        } else {
+          close();
           const token = { span, text, id: row.id[place], place: row.first + place, row: number };
           for (const name of ["logprob", "trainer", "advantage", "returns", "version", "completion", "trained"]) token[name] = row[name][index];
           span.dataset.token = tokens.length;
           span.tabIndex = tokens.length ? -1 : 0;
           tokens.push(token);
+          line.append(span);
         }
-        line.append(span);
       });
+      close();
       area.append(line);
     });
   };
@@ -157,5 +173,7 @@
   });
   document.getElementById("conversation").setAttribute("role", "tabpanel");
   section.setAttribute("role", "tabpanel");
-  choose(location.hash === "#tokens" ? buttons[1] : buttons[0]);
+  const asked = () => choose(location.hash === "#tokens" ? buttons[1] : buttons[0]);
+  addEventListener("hashchange", asked);
+  asked();
 })();
