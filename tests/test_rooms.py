@@ -190,6 +190,8 @@ TORCH_FREE_MODULES = [
     "areal.engine.sizing",
     "areal.proxy",
     "areal.rollout",
+    "areal.viewer.app",
+    "areal.viewer.bundle",
     "areal.cli.main",
 ]
 

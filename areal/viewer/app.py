@@ -19,7 +19,6 @@ from starlette.routing import Route
 
 from areal.api.errors import ArealError
 from areal.store.filters import FilterError, parse_filter
-from areal.store.schema import StoreError
 from areal.store.search import PAGE, StoreSearch
 from areal.store.search import Place as PagePlace
 from areal.trainer.run_state import report_of
@@ -208,7 +207,7 @@ def _guarded(endpoint: Callable[[Request], Response]) -> Callable[[Request], Res
     def answer(request: Request) -> Response:
         try:
             return endpoint(request)
-        except StoreError as error:
+        except ArealError as error:
             raise HTTPException(500, first_line(error)) from error
 
     return answer

@@ -1,0 +1,79 @@
+"""Tokens are shown with the text and the figures that are theirs, and branches with where they part."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from areal.api.messages import TrainedRow
+from areal.viewer.tokens import MOST_TOKENS, TokenTexts, completion_figures, forks, load_texts, token_columns
+from tests.viewer.viewed_runs import branching_episode, row_of, trained_of
+
+NAMED = {"actor": {"path": "builtin:tiny-math"}}
+
+
+def test_figures_stand_at_their_tokens() -> None:
+    row = row_of([5, 6, 7], [8, 9], version=3)
+    computed = TrainedRow(np.array([0.5, np.nan], np.float32), np.array([-0.5, -1.0], np.float32))
+    columns = token_columns(row, computed, TokenTexts())
+    assert columns["at"] == [3, 4]
+    assert columns["id"] == [5, 6, 7, 8, 9]
+    assert columns["advantage"] == [0.5, None]
+    assert columns["trainer"] == [-0.5, -1.0]
+    assert columns["version"] == [3, 3]
+    assert columns["text"] == ["5 ", "6 ", "7 ", "8 ", "9 "]
+
+
+def test_what_was_not_trained_has_no_advantage() -> None:
+    columns = token_columns(row_of([1], [2], trained=False), None, TokenTexts())
+    assert columns["advantage"] == [None]
+    assert columns["trained"] == [False]
+    assert columns["logprob"] == [-0.25]
+
+
+def test_a_long_row_is_shown_in_parts() -> None:
+    row = row_of([1], list(range(MOST_TOKENS + 5)))
+    first, rest = (token_columns(row, None, TokenTexts(), start) for start in (0, MOST_TOKENS))
+    assert len(first["id"]) == MOST_TOKENS
+    assert len(first["id"]) + len(rest["id"]) == first["total"] == len(row.input_ids)
+
+
+def test_texts_come_from_the_tokenizer_that_the_config_names(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer
+
+    from areal.utils.hf_utils import BUILTIN
+
+    tokenizer = Tokenizer.from_file(str(BUILTIN / "tiny-math" / "tokenizer.json"))
+    said = "Sort 0296 <|im_end|>\n"
+    ids = tokenizer.encode(said, add_special_tokens=False).ids
+    assert "".join(load_texts(tmp_path, NAMED).of(ids)) == said
+
+
+def test_the_copy_in_a_checkpoint_comes_first(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "step-000001").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step-000001" / "tokenizer.json").write_text("damaged")
+    assert load_texts(tmp_path, NAMED).known  # the one that is named, since that one cannot be read
+    assert not load_texts(tmp_path, {}).known
+
+
+@pytest.mark.parametrize("path", ["builtin:gone", "/no/such/model", "someone/unknown-model", "", "../../etc"])
+def test_ids_stand_in_for_a_tokenizer_that_is_not_here(tmp_path: Path, path: str) -> None:
+    texts = load_texts(tmp_path, {"actor": {"path": path}})
+    assert not texts.known
+    assert texts.of([7]) == ["7 "]
+
+
+def test_branches_part_at_the_first_different_token() -> None:
+    found = forks(branching_episode(), TokenTexts())
+    assert set(found) == {2, 3}
+    assert (found[2].other, found[2].place, found[2].here, found[2].there) == (1, 3, "20 21 ", "13 14 ")
+    assert (found[3].other, found[3].place) == (1, 3)
+    assert found[3].here.startswith("99 ")
+
+
+def test_each_completion_has_its_own_figures() -> None:
+    episode = branching_episode()
+    figures = completion_figures(episode, trained_of(episode, 0.5))
+    assert {index: each.tokens for index, each in figures.items()} == {0: 1, 1: 2, 2: 1, 3: 1}
+    assert all(each.advantage == 0.5 and each.trained for each in figures.values())
+    assert figures[0].returns == pytest.approx(0.9)
