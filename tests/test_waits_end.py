@@ -18,6 +18,7 @@ ENDS = {
     "the user ends a server": [
         "areal/cli/serve.py _serve",
         "areal/engine/inference/server.py serve_by_hand",
+        "areal/viewer/server.py serve",
     ],
     "an engine waits for requests": [
         "areal/engine/inference/engine.py EmbeddedEngine._drive",

@@ -14,6 +14,7 @@ from areal.config.training import (
     SaverConfig,
     SchedulerConfig,
     StoreConfig,
+    ViewerConfig,
 )
 
 __all__ = [
@@ -37,5 +38,6 @@ __all__ = [
     "SaverConfig",
     "SchedulerConfig",
     "StoreConfig",
+    "ViewerConfig",
     "load_expr_config",
 ]

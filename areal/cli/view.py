@@ -6,7 +6,6 @@ Listens on loopback by default; beyond it, the printed address has a token. Ctrl
 import argparse
 import asyncio
 import signal
-import sys
 from pathlib import Path
 
 from areal.api.errors import ConfigError
@@ -14,7 +13,7 @@ from areal.config.errors import require
 from areal.store.filters import parse_filter
 from areal.viewer.app import Viewer
 from areal.viewer.bundle import write_bundle
-from areal.viewer.server import ViewServer
+from areal.viewer.server import serve
 
 
 def run(args: argparse.Namespace) -> int:
@@ -36,11 +35,8 @@ async def _serve(places: list[Path], host: str, port: int) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    server = ViewServer(Viewer(places).asgi(), host, port)
-    await server.start()
-    try:
-        print(f"areal view at {server.url} (Ctrl-C ends it)")
-        sys.stdout.flush()
-        await stop.wait()
-    finally:
-        await server.stop()
+    await serve(Viewer(places).asgi(), host, port, stop, _announce)
+
+
+def _announce(url: str) -> None:
+    print(f"areal view at {url} (Ctrl-C ends it)", flush=True)

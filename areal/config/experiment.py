@@ -18,6 +18,7 @@ from areal.config.training import (
     SaverConfig,
     SchedulerConfig,
     StoreConfig,
+    ViewerConfig,
 )
 
 
@@ -78,6 +79,8 @@ class ExperimentConfig:
     """Where processes run."""
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     """What is shown to Prometheus."""
+    viewer: ViewerConfig = field(default_factory=ViewerConfig)
+    """Whether it is shown in a browser meanwhile."""
 
     def __post_init__(self) -> None:
         for name in ("experiment_name", "trial_name"):

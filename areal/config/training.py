@@ -251,6 +251,23 @@ class MetricsConfig:
 
 
 @dataclass
+class ViewerConfig:
+    """Whether the run is shown in a browser while it trains: docs/viewer.md. `areal view` shows it at any time."""
+
+    port: int | None = None
+    """Pages are served there; 0 = a free port, which is printed; None = nothing listens."""
+    host: str = "127.0.0.1"
+    """Address that it listens on. Beyond loopback, the printed address has a token that whoever looks must know."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.port is None or 0 <= self.port < 65536,
+            f"port must lie in [0, 65535], got {self.port}; use 0 for a free one, or null for none",
+        )
+        require(self.host != "", "host must be an address, got none; use 127.0.0.1 for this machine alone")
+
+
+@dataclass
 class RecoverConfig:
     """What happens to a run that exists."""
 

@@ -16,7 +16,7 @@ from areal.api.errors import ArealError, ConfigError
 from areal.config.backend import Backend
 from areal.config.experiment import DatasetConfig, PPOConfig
 from areal.config.loader import build
-from areal.config.training import MetricsConfig, SaverConfig, StoreConfig
+from areal.config.training import MetricsConfig, SaverConfig, StoreConfig, ViewerConfig
 from areal.store.checks import differing_fields
 from areal.store.reader import GROUPS, Altered, GroupChecks, StoredStep, StoreReader
 from areal.store.records import StepRecord
@@ -136,6 +136,7 @@ def _config(values: Mapping[str, Any], directory: Path, total_steps: int, thread
         valid_dataset=DatasetConfig(),
         saver=SaverConfig(freq_steps=None),
         metrics=MetricsConfig(),
+        viewer=ViewerConfig(),
         store=StoreConfig(),
         scheduler=replace(config.scheduler, threads=threads or config.scheduler.threads),
     )

@@ -42,6 +42,7 @@ from areal.trainer.resume import Standing, find_standing
 from areal.trainer.run_directory import RunDirectory, explained_storage_errors, without_secrets
 from areal.trainer.status import RunStatus
 from areal.trainer.tasks import digest_of_tasks
+from areal.trainer.viewing import RunViewer
 from areal.utils import waits
 from areal.utils.closing import Closing
 from areal.utils.hf_utils import load_hf_tokenizer
@@ -127,12 +128,17 @@ class Trainer(Closing):
         """It stays when ranks are lost and the run goes on."""
         self._status: RunStatus | None = None
         """So does this."""
+        self._viewer: RunViewer | None = None
+        """And this."""
 
     def close(self) -> None:
         """Let another process have the run's directory."""
         if self._exporter is not None:
             self._exporter.close()
             self._exporter = None
+        if self._viewer is not None:
+            self._viewer.close()
+            self._viewer = None
         if self._status is not None:
             self._status.close()
             self._status = None
@@ -169,6 +175,9 @@ class Trainer(Closing):
             standing = find_standing(store, state)
             for note in standing.notes:
                 display.say(note)
+            shown = self.config.viewer
+            if shown.port is not None and self._viewer is None:
+                self._viewer = RunViewer(directory.path, shown.host, shown.port, display.say)
             values = without_secrets(self.config)
             store.set_meta({"fingerprint": fingerprint, "config": values, **self._meta()})
             store.session(standing.step, {**self._machine(), "settings": settings_digest(values, self._total_steps)})

@@ -8,7 +8,7 @@ import orjson
 
 from areal.store.filters import COLUMNS, FilterError, parse_filter
 from areal.store.search import EpisodeLine, GroupLine, Page, StoreSearch
-from areal.viewer.frame import Links, Place, bar, facts, heading, number, page, plural, seconds, signed, state_badge
+from areal.viewer.frame import Links, RunTab, bar, facts, heading, number, page, plural, seconds, signed, state_badge
 from areal.viewer.html import Child, Markup, data_block, el, visible
 from areal.viewer.runs import Run
 from areal.viewer.tokens import completion_figures
@@ -71,7 +71,7 @@ def episodes_page(
         ),
         data_block("episodes-data", data),
     ]
-    place = Place(run.slug, run.name, "Episodes")
+    place = RunTab(run.slug, run.name, "Episodes")
     return page(links, f"Episodes of {run.name}", *body, place=place, scripts=("episodes.js",))
 
 
@@ -154,7 +154,7 @@ def group_page(links: Links, run: Run, store: StoreSearch, group: GroupLine) -> 
         signal,
         el("div", samples, class_="samples"),
     ]
-    return page(links, f"Group {group.task_id}", *body, place=Place(run.slug, run.name, "Episodes"))
+    return page(links, f"Group {group.task_id}", *body, place=RunTab(run.slug, run.name, "Episodes"))
 
 
 def _sample(links: Links, run: Run, line: EpisodeLine, episode: Any, advantage: float | None, most: float) -> Markup:

@@ -88,7 +88,7 @@ class Written:
 
 
 @dataclass(frozen=True)
-class Place:
+class RunTab:
     """Where a page is: the run that it belongs to, and which of that run's tabs."""
 
     slug: str
@@ -99,7 +99,7 @@ class Place:
 TABS = ("Run", "Episodes", "Rejections", "Re-scored")
 
 
-def page(links: Links, title: str, *body: Child, place: Place | None = None, scripts: Sequence[str] = ()) -> str:
+def page(links: Links, title: str, *body: Child, place: RunTab | None = None, scripts: Sequence[str] = ()) -> str:
     """A whole page. `scripts` are files of static/, which run when the page is there."""
     head = el(
         "head",
@@ -118,7 +118,7 @@ def page(links: Links, title: str, *body: Child, place: Place | None = None, scr
     return f"<!doctype html>\n{el('html', head, el('body', skip, _header(links, place), main), lang='en')}\n"
 
 
-def _header(links: Links, place: Place | None) -> Markup:
+def _header(links: Links, place: RunTab | None) -> Markup:
     way = [el("a", "areal", href=links.home(), class_="wordmark")]
     if place is not None:
         way.append(el("a", place.name, href=links.run(place.slug), class_="run-name"))
@@ -126,7 +126,7 @@ def _header(links: Links, place: Place | None) -> Markup:
     return el("header", el("div", way, switch, class_="way"), _tabs(links, place), class_="top")
 
 
-def _tabs(links: Links, place: Place | None) -> Markup | None:
+def _tabs(links: Links, place: RunTab | None) -> Markup | None:
     if place is None:
         return None
     targets = [

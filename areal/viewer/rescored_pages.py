@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from areal.viewer.frame import Links, Place, clock, facts, heading, number, page, plural, signed
+from areal.viewer.frame import Links, RunTab, clock, facts, heading, number, page, plural, signed
 from areal.viewer.html import Child, Markup, el
 from areal.viewer.rescoring import Rescored, RescoredEpisode
 from areal.viewer.runs import Run
@@ -20,7 +20,7 @@ def rescored_list_page(links: Links, run: Run, names: Sequence[str]) -> str:
         else el("p", "Nothing was scored again yet.")
     )
     ask = el("p", "To see what another reward function would have said of this run's episodes:")
-    place = Place(run.slug, run.name, "Re-scored")
+    place = RunTab(run.slug, run.name, "Re-scored")
     return page(links, f"Re-scored in {run.name}", heading("Re-scored"), listed, ask, command, place=place)
 
 
@@ -61,7 +61,7 @@ def rescored_page(links: Links, run: Run, found: Rescored) -> str:
         _table(links, run, changed[:MOST_EPISODES]) if changed else el("p", "None changes."),
         _failures(links, run, [each for each in found.episodes if each.new is None]),
     ]
-    place = Place(run.slug, run.name, "Re-scored")
+    place = RunTab(run.slug, run.name, "Re-scored")
     return page(links, f"{found.name} in {run.name}", *body, place=place)
 
 

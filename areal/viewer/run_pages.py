@@ -9,7 +9,7 @@ from areal.trainer.status import Report, doings_of
 from areal.viewer.frame import (
     UNKNOWN,
     Links,
-    Place,
+    RunTab,
     clock,
     facts,
     heading,
@@ -190,7 +190,7 @@ def run_page(links: Links, about: RunFacts, store: StoreSearch, report: Report |
         el("details", el("summary", "Settings"), el("div", el("table", el("tbody", settings)), class_="wide")),
         data_block("run-data", data),
     ]
-    return page(links, run.name, *body, place=Place(run.slug, run.name, "Run"), scripts=(*CHARTS, "live.js"))
+    return page(links, run.name, *body, place=RunTab(run.slug, run.name, "Run"), scripts=(*CHARTS, "live.js"))
 
 
 def _chart_controls(*, by_time: bool = False) -> Markup:
@@ -259,7 +259,7 @@ def rejections_page(links: Links, run: Run, kinds: Iterable[RejectionKind]) -> s
         [el("div", id="rejection-chart", class_="charts"), data_block("rejection-data", over_time)] if listed else None,
         [_rejection_kind(links, run, kind) for kind in listed],
     ]
-    place = Place(run.slug, run.name, "Rejections")
+    place = RunTab(run.slug, run.name, "Rejections")
     return page(links, f"Rejections of {run.name}", *body, place=place, scripts=CHARTS if listed else ())
 
 

@@ -6,8 +6,10 @@ and is refused. Ports are not compared, so tunnels work. Beyond loopback every r
 printed address gives the browser once and a cookie keeps.
 """
 
+import asyncio
 import hmac
 import secrets
+from collections.abc import Callable
 from http.cookies import CookieError, SimpleCookie
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
@@ -52,6 +54,17 @@ class ViewServer:
 
     async def stop(self) -> None:
         await self._server.stop()
+
+
+async def serve(app: ASGIApp, host: str, port: int, stop: asyncio.Event, say: Callable[[str], None]) -> None:
+    """Until `stop`; `say` gets the address."""
+    server = ViewServer(app, host, port)
+    await server.start()
+    try:
+        say(server.url)
+        await stop.wait()
+    finally:
+        await server.stop()
 
 
 class Guarded:

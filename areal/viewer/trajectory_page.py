@@ -9,7 +9,7 @@ from areal.store.search import StoreSearch, Trajectory
 from areal.viewer.episode_pages import answer_of, content_text, expected_of, task_block
 from areal.viewer.frame import (
     Links,
-    Place,
+    RunTab,
     facts,
     heading,
     number,
@@ -80,7 +80,7 @@ def trajectory_page(links: Links, run: Run, found: Trajectory, texts: TokenTexts
         ("time", seconds(line.seconds)),
         ("truncated", "yes" if line.truncated else None),
     )
-    reader = _Conversation(links, run, line.id, episode, figures, forks(episode, texts))
+    reader = _Transcript(links, run, line.id, episode, figures, forks(episode, texts))
     body = [
         heading(title),
         known,
@@ -92,7 +92,7 @@ def trajectory_page(links: Links, run: Run, found: Trajectory, texts: TokenTexts
         if episode.rows
         else el("p", "Its tokens are not kept.", class_="note"),
     ]
-    place = Place(run.slug, run.name, "Episodes")
+    place = RunTab(run.slug, run.name, "Episodes")
     return page(links, title, *body, place=place, scripts=("tokens.js",))
 
 
@@ -158,7 +158,7 @@ def _tabs(has_tokens: bool) -> Child:
     return el("div", made, class_="tabs", role="tablist", aria_label="How the episode is shown", hidden=True)
 
 
-class _Conversation:
+class _Transcript:
     """Renders each message once; branches follow the conversation that they part from."""
 
     def __init__(
