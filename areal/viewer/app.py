@@ -57,6 +57,7 @@ class Viewer:
             ("/static/{name}", _static),
             ("/r/{run}/", self._run),
             ("/r/{run}/live", self._live),
+            ("/r/{run}/figures.json", self._figures),
             ("/r/{run}/episodes", self._episodes),
             ("/r/{run}/episodes.json", self._episode_rows),
             ("/r/{run}/histogram.json", self._histogram),
@@ -101,6 +102,12 @@ class Viewer:
         facts = self.runs.facts(run)
         strip = run_pages.live_strip(_report(run) if facts.state == "running" else None, states)
         return _html(strip, {"x-run-state": facts.state, "x-run-step": str(facts.step)})
+
+    def _figures(self, request: Request) -> Response:
+        """What the charts of a running run draw, once it has gone on."""
+        run = self._found(request)
+        with run.search() as store:
+            return _json({**run_pages.chart_data(store), "verdict": self.runs.facts(run).verdict})
 
     def _episodes(self, request: Request) -> Response:
         run, query = self._found(request), request.query_params

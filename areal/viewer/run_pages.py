@@ -170,6 +170,8 @@ def run_page(links: Links, about: RunFacts, store: StoreSearch, report: Report |
         id="live",
         class_="live",
         data_url=links.data(run.slug, "live"),
+        data_figures=links.data(run.slug, "figures.json"),
+        data_step=about.step,
         aria_label="What the run does now",
     )
     settings = [el("tr", el("th", el("code", name), scope="row"), el("td", el("code", str(value))))

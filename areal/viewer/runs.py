@@ -156,12 +156,13 @@ def _verdict(directory: Path, held_out: HeldOut | None, rewards: Sequence[float]
         return str(said)
     if held_out is not None and held_out.after is not None:
         return verdict(held_out.before, held_out.after, seconds or 0.0)
+    before = f"; held out: {held_out.before.reward:.2f} before the first step" if held_out else "; nothing was held out"
     if len(rewards) > 1:
         few = max(1, len(rewards) // 10)
         first, last = (sum(part) / len(part) for part in (rewards[:few], rewards[-few:]))
         taken = f" in {duration(seconds)}" if seconds else ""
-        return f"reward {first:.2f} → {last:.2f} over {len(rewards)} steps{taken}; nothing was held out"
-    return "no step has been trained yet" if not rewards else f"reward {rewards[0]:.2f} in the first step"
+        return f"reward {first:.2f} → {last:.2f} over {len(rewards)} steps{taken}{before}"
+    return f"reward {rewards[0]:.2f} in the first step{before}" if rewards else "no step has been trained yet"
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> Config:

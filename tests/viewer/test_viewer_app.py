@@ -21,6 +21,7 @@ PAGES = [
     "/compare?run=small.one&run=small.two",
     f"{RUN}/",
     f"{RUN}/live",
+    f"{RUN}/figures.json",
     f"{RUN}/episodes",
     f"{RUN}/episodes?filter=reward<1&order=-tokens",
     f"{RUN}/episodes/1",

@@ -188,6 +188,7 @@
 
   const show = () => { clear(); if (run) drawRun(); else if (compared) drawCompared(); else drawRejected(); };
   document.addEventListener("areal-theme", show);
+  document.addEventListener("areal-figures", (event) => { Object.assign(run, event.detail); show(); });
   document.querySelectorAll("#smoothing, #axis").forEach((each) => each.addEventListener("change", show));
   show();
 })();
