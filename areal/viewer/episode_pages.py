@@ -59,7 +59,13 @@ def episodes_page(
     body = [
         heading("Episodes"),
         _filter_form(links, run, words, order, error),
-        el("div", id="histograms", class_="histograms", aria_label="Distributions of the episodes that are shown"),
+        el(
+            "div",
+            id="histograms",
+            role="group",
+            class_="histograms",
+            aria_label="Distributions of the episodes that are shown",
+        ),
         el("p", f"{plural(count, 'episode')}" if not error else "", id="count", role="status", class_="note"),
         el(
             "div",
@@ -175,7 +181,7 @@ def _sample(links: Links, run: Run, line: EpisodeLine, episode: Any, advantage: 
         el("h2", links.to_episode(run.slug, line.id, title)),
         el("table", el("tbody", rows), class_="bars"),
         el("p", note, " · truncated" if line.truncated else None, class_="note"),
-        el("div", shown or "nothing was said", class_="said", dir="auto"),
+        el("div", shown or "nothing was said", class_="said", dir="auto", tabindex="0"),
         class_="sample",
     )
 
@@ -208,7 +214,7 @@ def task_block(text: str) -> Child:
         return None
     task = task_of(text)
     shown = orjson.dumps(task, option=orjson.OPT_INDENT_2).decode() if task else text
-    return el("details", el("summary", "The task"), el("pre", shown, class_="json", dir="auto"))
+    return el("details", el("summary", "The task"), el("pre", shown, class_="json", dir="auto", tabindex="0"))
 
 
 def answer_of(messages: Sequence[dict[str, Any]]) -> str:

@@ -122,7 +122,7 @@ def _header(links: Links, place: RunTab | None) -> Markup:
     way = [el("a", "areal", href=links.home(), class_="wordmark")]
     if place is not None:
         way.append(el("a", place.name, href=links.run(place.slug), class_="run-name"))
-    switch = el("button", "Theme", type="button", id="theme", aria_label="Theme: as the system")
+    switch = el("button", "Theme: auto", type="button", id="theme")
     return el("header", el("div", way, switch, class_="way"), _tabs(links, place), class_="top")
 
 

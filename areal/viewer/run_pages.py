@@ -269,7 +269,9 @@ def _rejection_kind(links: Links, run: Run, kind: RejectionKind) -> Markup:
     first, last = kind.by_step[0][0], kind.by_step[-1][0]
     when = f"in step {first}" if first == last else f"in steps {first} to {last}"
     behind = el("a", "episodes", href=links.episodes(run.slug, f"reason:{kind.reason}"))
-    trace = el("details", el("summary", "One traceback"), el("pre", kind.trace, class_="trace"), open=True)
+    trace = el(
+        "details", el("summary", "One traceback"), el("pre", kind.trace, class_="trace", tabindex="0"), open=True
+    )
     return el(
         "section",
         el("h2", el("code", kind.reason), " ", el("span", f"{kind.count:,}", class_="figure")),

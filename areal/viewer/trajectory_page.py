@@ -141,7 +141,7 @@ def _answers(expected: str | None, given: str) -> Child:
     long = 2000
     clipped = [text if len(text) <= long else f"{text[:long]} …" for text in (expected, given)]
     made = [
-        el("div", el("h2", name), el("div", text or "nothing", class_="said", dir="auto"))
+        el("div", el("h2", name), el("div", text or "nothing", class_="said", dir="auto", tabindex="0"))
         for name, text in zip(("Expected", "Given"), clipped, strict=True)
     ]
     return el("section", made, class_="answers", aria_label="Expected and given answer")
@@ -297,7 +297,7 @@ def _tool_call(call: Any) -> Markup:
     return el(
         "details",
         el("summary", "calls ", el("code", name), " ", el("span", _short(arguments), class_="note")),
-        el("pre", arguments[:LONGEST], class_="json", dir="auto"),
+        el("pre", arguments[:LONGEST], class_="json", dir="auto", tabindex="0"),
         class_="call",
     )
 

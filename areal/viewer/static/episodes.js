@@ -103,7 +103,7 @@
       if (name === "preview") td.dir = "auto";
     }
     made.addEventListener("dblclick", () => { location.href = href(row); });
-    made.addEventListener("click", () => select(place, false));
+    made.addEventListener("click", (event) => { if (!event.target.closest("a")) select(place, false); });
     return made;
   };
   const spacer = (height) => {
@@ -314,5 +314,9 @@
     box.value = state.filter = query.get("filter") || "";
     state.order = query.get("order") || "-id";
     search();
-  } else { error.textContent = data.error; show(); histograms(); }
+  } else {
+    error.textContent = data.error;
+    show();
+    if (!data.error) histograms();
+  }
 })();

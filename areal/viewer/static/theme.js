@@ -2,7 +2,6 @@
 "use strict";
 (() => {
   const root = document.documentElement;
-  const names = { "": "as the system", light: "light", dark: "dark" };
   const order = ["", "light", "dark"];
   let chosen = "";
   try { chosen = localStorage.getItem("areal-theme") || ""; } catch { /* a browser that keeps nothing */ }
@@ -11,8 +10,7 @@
     if (chosen) root.dataset.theme = chosen; else delete root.dataset.theme;
     const button = document.getElementById("theme");
     if (button) {
-      button.textContent = { "": "◐ auto", light: "○ light", dark: "● dark" }[chosen];
-      button.setAttribute("aria-label", `Theme: ${names[chosen]}`);
+      button.textContent = `Theme: ${chosen || "auto"}`;
     }
   };
   show();
