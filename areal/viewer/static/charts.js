@@ -41,8 +41,15 @@
     return made;
   };
 
+  // What a chart shows from bottom to top: a line that is flat gets room, and counts begin at 0.
+  const heights = (fromZero) => (u, low, high) => {
+    if (low == null) return [0, 1];
+    if (fromZero || low === high) return [Math.min(0, low), Math.max(high, 0) * 1.1 || 1];
+    return uPlot.rangeNum(low, high, 0.1, false);
+  };
+
   // Draws `series` over `across`; `open(place)` is called for a click, or Enter on the crosshair.
-  const draw = (parent, name, across, series, { first = false, bands = [], unit = "step", open = null, time = false } = {}) => {
+  const draw = (parent, name, across, series, { first = false, bands = [], unit = "step", open = null, time = false, fromZero = false } = {}) => {
     const holder = box(name, first);
     parent.append(holder);
     const known = series.filter((each) => each.label).map((each) => `${each.label} from ${say(each.values.find((v) => v != null))} to ${say(each.values.findLast((v) => v != null))}`);
@@ -53,7 +60,7 @@
     const chart = new uPlot({
       ...size(),
       cursor: { sync: { key: "areal" }, points: { size: 6 }, drag: { x: true, y: false } },
-      scales: { x: { time: false }, y: { range: (u, low, high) => (low === high ? [low - (low ? Math.abs(low) / 2 : 0), high + (high ? Math.abs(high) / 2 : 1)] : uPlot.rangeNum(low, high, 0.1, false)) } },
+      scales: { x: { time: false, range: (u, low, high) => (low === high ? [low - 1, high + 1] : [low, high]) }, y: { range: heights(fromZero) } },
       legend: { live: true },
       axes: [{ ...axis, size: 30, values: time ? (u, ticks) => ticks.map((t) => `${say(t / 60)} min`) : undefined, incrs: time ? undefined : [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 50000, 100000] },
         { ...axis, size: 56, values: (u, ticks) => ticks.map(say) }],
@@ -119,7 +126,7 @@
       const smoothed = keep() > 0;
       const series = [{ label: smoothed ? "" : title(name, titles), values, stroke: smoothed ? faded("muted", 0.5) : colour("ink"), width: 1, points: steps.length < 3 }];
       if (smoothed) series.push({ label: title(name, titles), values: smooth(values, keep()), stroke: colour("ink"), width: 2 });
-      if (name !== "reward") { draw(parent, title(name, titles), steps, series, { open }); return; }
+      if (name !== "reward") { draw(parent, title(name, titles), steps, series, { open, fromZero: name === "rejected" }); return; }
       const points = [...heldOut.sampled, ...heldOut.greedy];
       const across = [...new Set([...steps, ...points.map((point) => point[0])])].sort((a, b) => a - b);
       const place = new Map(across.map((step, index) => [step, index]));
@@ -183,7 +190,7 @@
       return { label: rejected.reasons[index], values, stroke: hue(index), dash: DASHES[index % DASHES.length], points: true };
     });
     const open = (step) => { location.href = rejected.episodes.replace("reason%3AREASON+", "").replace("STEP", String(step)); };
-    draw(area, "Rejected episodes by reason", across, series, { first: true, open });
+    draw(area, "Rejected episodes by reason", across, series, { first: true, open, fromZero: true });
   };
 
   const show = () => { clear(); if (run) drawRun(); else if (compared) drawCompared(); else drawRejected(); };
