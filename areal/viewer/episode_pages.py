@@ -16,7 +16,6 @@ from areal.viewer.tokens import completion_figures
 FIRST_ROWS = 100
 BRUSHED = ("reward", "tokens", "staleness", "seconds")
 """Columns whose histograms are shown above the table."""
-ORDERS = ("id", "step", "reward", "tokens", "calls", "staleness", "seconds", "group")
 FIELDS = [each.name for each in fields(EpisodeLine)]
 MOST_SAMPLES = 64
 """Of a group that are shown side by side."""
@@ -43,10 +42,9 @@ def episodes_page(
             name: list(column.words) or ["yes", "no"] for name, column in COLUMNS.items() if column.kind != "number"
         },
         "columns": list(COLUMNS),
-        "orders": list(ORDERS),
         "brushed": list(BRUSHED),
-        "episode": links.episode(run.slug, "EPISODE"),
-        "group": links.group(run.slug, 0).replace("/0", "/GROUP"),
+        "episode": links.episode(run.slug, "{id}"),
+        "group": links.group(run.slug, "{id}"),
         "url": links.data(run.slug, "episodes.json"),
         "histogram_url": links.data(run.slug, "histogram.json"),
         "filter": words,
@@ -140,12 +138,7 @@ def group_page(links: Links, run: Run, store: StoreSearch, group: GroupLine) -> 
     known = facts(
         ("state", state_badge(group.state)),
         ("reason", el("code", group.reason) if group.reason else None),
-        (
-            "step",
-            el("a", str(group.step), href=links.episodes(run.slug, f"step:{group.step}"))
-            if group.step is not None
-            else None,
-        ),
+        ("step", links.to_step(run.slug, group.step)),
         ("reward", f"{number(group.reward)} ± {number(group.reward_spread)}" if group.reward is not None else None),
         ("tokens", f"{group.tokens:,}"),
         ("weights", f"from version {group.oldest_version}" if group.oldest_version is not None else None),

@@ -58,7 +58,10 @@ class Links:
     def message(self, slug: str, number: int, place: int) -> str:
         return f"{self.base}r/{quote(slug)}/episodes/{number}/{place}.txt"
 
-    def group(self, slug: str, number: int) -> str:
+    def to_step(self, slug: str, step: int | None) -> Child:
+        return None if step is None else el("a", str(step), href=self.episodes(slug, f"step:{step}"))
+
+    def group(self, slug: str, number: int | str) -> str:
         return self._page(f"r/{quote(slug)}/groups/", str(number))
 
     def rejections(self, slug: str) -> str:

@@ -1,8 +1,10 @@
 """The pages about whole runs: the list of runs, curves of several runs, one run, and what was rejected in it."""
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
+from areal.api.messages import Doing
 from areal.infra.status import sentence
 from areal.store.search import RejectionKind, StoreSearch
 from areal.trainer.status import Report, doings_of
@@ -45,17 +47,11 @@ def runs_page(links: Links, found: Sequence[RunFacts]) -> str:
     """All runs, the newest first."""
     listed = sorted(found, key=lambda each: -(each.began or 0))
     if not listed:
-        body: Child = el(
-            "p",
-            "There is no run here yet. ",
-            el("code", "areal train"),
-            " makes one, with a ",
-            el("code", "run.db"),
-            ".",
-        )
-        return page(links, "areal", heading("Runs"), body)
+        none = el("p", "There is no run here yet; ", el("code", "areal train"), " makes one.")
+        return page(links, "areal", heading("Runs"), none)
     head = ("", "Run", "State", "Reward", "Held-out", "Steps", "Time", "Begun", "Set differently")
-    rows = [_run_row(links, each, _differing_from_others(each, listed)) for each in listed]
+    differing = _differing_in_experiments(listed)
+    rows = [_run_row(links, each, differing[each.run.experiment]) for each in listed]
     table = el(
         "table",
         el("thead", el("tr", [el("th", name or el("span", "compare", class_="unseen"), scope="col") for name in head])),
@@ -67,31 +63,34 @@ def runs_page(links: Links, found: Sequence[RunFacts]) -> str:
     return page(links, "Runs", heading("Runs", plural(len(listed), "run")), form, scripts=("runs.js",))
 
 
-def _differing_from_others(each: RunFacts, listed: Sequence[RunFacts]) -> list[str]:
-    """Between runs of the same experiment: others differ in everything."""
-    same = [other.config for other in listed if other.run.experiment == each.run.experiment and other.config]
-    return differences(same) if each.config else []
+def _differing_in_experiments(listed: Sequence[RunFacts]) -> dict[Path, list[str]]:
+    """Settings that differ between runs of an experiment; those of others differ in everything."""
+    configs: dict[Path, list[Config]] = {}
+    for each in listed:
+        configs.setdefault(each.run.experiment, []).append(each.config)
+    return {experiment: differences([config for config in each if config]) for experiment, each in configs.items()}
 
 
 def _run_row(links: Links, each: RunFacts, differing: Sequence[str]) -> Markup:
     run = each.run
+    if each.state == "unreadable":
+        told = el("td", each.verdict, colspan=6)
+        return el("tr", el("td"), el("td", run.name), el("td", state_badge(each.state)), told)
+    reward: Child = UNKNOWN
+    if each.rewards:
+        reward = [sparkline(each.rewards), " ", el("span", number(each.rewards[-1]), class_="figure")]
     tick = el("input", type="checkbox", name="run", value=run.slug, aria_label=f"compare {run.name}")
     cells: list[Child] = [
         tick,
         el("a", run.name, href=links.run(run.slug)),
         state_badge(each.state),
-        [sparkline(each.rewards), " ", el("span", number(each.rewards[-1]), class_="figure")]
-        if each.rewards
-        else UNKNOWN,
+        reward,
         _held_out(each.held_out),
         _steps(each),
         seconds(each.seconds),
         clock(each.began),
         _settings(each.config, differing),
     ]
-    if each.state == "unreadable":
-        return el("tr", el("td"), el("td", run.name), el("td", state_badge(each.state)),
-                  el("td", each.verdict, colspan=6))  # fmt: skip
     return el("tr", [el("td", cell) for cell in cells])
 
 
@@ -124,69 +123,53 @@ def _settings(config: Config, names: Sequence[str]) -> Child:
 
 def compare_page(links: Links, chosen: Sequence[tuple[RunFacts, dict[str, Any]]]) -> str:
     """Curves of several runs on one chart for each figure; `chosen` with what `chart_data` says."""
-    runs = [facts_ for facts_, _ in chosen]
+    runs = [about for about, _ in chosen]
     note = " · ".join(each.run.name for each in runs)
     title = heading("Compare", note or "Tick two runs or more in the list of runs.")
     names = differences([each.config for each in runs]) if runs else []
     head = el("tr", el("th", "Setting", scope="col"), [el("th", each.run.name, scope="col") for each in runs])
-    rows = [
-        el(
-            "tr",
-            el("th", el("code", name), scope="row"),
-            [el("td", el("code", str(each.config.get(name)))) for each in runs],
-        )
-        for name in names
-    ]
+    rows = [_setting(name, [each.config.get(name) for each in runs]) for name in names]
     settings = [
         el("h2", "Set differently"),
         el("div", el("table", el("thead", head), el("tbody", rows)), class_="wide") if names else el("p", "Nothing."),
     ]
-    data = [{"name": each.run.name, "verdict": each.verdict, **figures} for each, figures in chosen]
+    data = [{"name": each.run.name, **figures} for each, figures in chosen]
     verdicts = el("ul", [el("li", el("strong", each.run.name), " ", each.verdict) for each in runs])
     block = data_block("compare-data", {"runs": data, "titles": TITLES, "first": FIRST_FIGURES})
     body = [verdicts, _chart_controls(by_time=True), el("div", id="charts", class_="charts"), settings, block]
     return page(links, "Compare", title, body if runs else None, scripts=CHARTS if runs else ())
 
 
+def _setting(name: str, values: Sequence[Any]) -> Markup:
+    return el("tr", el("th", el("code", name), scope="row"), [el("td", el("code", str(value))) for value in values])
+
+
 def run_page(links: Links, about: RunFacts, store: StoreSearch, report: Report | None) -> str:
     """One run. `report` is what its driver says, if it runs."""
     run = about.run
-    states = store.states()
-    link = links.episodes(run.slug)
     known = facts(
         ("state", state_badge(about.state)),
         ("steps", _steps(about)),
         ("time", seconds(about.seconds)),
         ("begun", clock(about.began)),
-        ("episodes", el("a", f"{store.count():,}", href=link)),
+        ("episodes", el("a", f"{store.count():,}", href=links.episodes(run.slug))),
         ("trained tokens", f"{store.trained_tokens():,}"),
         ("rejected", el("a", f"{sum(store.rejected().values()):,}", href=links.rejections(run.slug))),
         ("model", el("code", str(about.config.get("actor.path", UNKNOWN)))),
         ("workflow", el("code", str(about.config.get("workflow") or UNKNOWN))),
     )
-    live = el(
-        "section",
-        live_strip(report, states),
-        id="live",
-        class_="live",
-        data_url=links.data(run.slug, "live"),
-        data_figures=links.data(run.slug, "figures.json"),
-        data_step=about.step,
-        aria_label="What the run does now",
-    )
-    settings = [el("tr", el("th", el("code", name), scope="row"), el("td", el("code", str(value))))
-                for name, value in about.config.items()]  # fmt: skip
+    settings = [_setting(name, [value]) for name, value in about.config.items()]
     data = {
         **chart_data(store),
         "titles": TITLES,
         "first": FIRST_FIGURES,
-        "episodes": links.episodes(run.slug, "step:STEP"),
+        "episodes": links.episodes(run.slug, "step:{step}"),
     }
     body = [
         heading(run.name),
         el("p", about.verdict, class_="verdict"),
         known,
-        live if report is not None else None,
+        _live(links, about, report, store.states()) if report is not None else None,
         _chart_controls(),
         el("div", id="charts", class_="charts"),
         el("details", el("summary", "Settings"), el("div", el("table", el("tbody", settings)), class_="wide")),
@@ -195,14 +178,30 @@ def run_page(links: Links, about: RunFacts, store: StoreSearch, report: Report |
     return page(links, run.name, *body, place=RunTab(run.slug, run.name, "Run"), scripts=(*CHARTS, "live.js"))
 
 
+def _live(links: Links, about: RunFacts, report: Report, states: dict[str, int]) -> Markup:
+    """What a script keeps up to date."""
+    return el(
+        "section",
+        live_strip(report, states),
+        id="live",
+        class_="live",
+        data_url=links.data(about.run.slug, "live"),
+        data_figures=links.data(about.run.slug, "figures.json"),
+        data_step=about.step,
+        aria_label="What the run does now",
+    )
+
+
 def _chart_controls(*, by_time: bool = False) -> Markup:
     amounts = [("0", "none"), ("0.6", "some"), ("0.9", "much")]
     options = [el("option", name, value=value, selected=value == "0.6") for value, name in amounts]
-    axis = el("label", "Across ", el("select", el("option", "steps", value="step"), el("option", "time", value="time"),
-              id="axis")) if by_time else None  # fmt: skip
-    hint = "A click on a step opens its episodes." if not by_time else None
     smooth = el("label", "Smoothing ", el("select", options, id="smoothing"))
-    return el("div", smooth, axis, el("span", hint, class_="note"), class_="controls")
+    if by_time:
+        ways = [el("option", name, value=value) for value, name in (("step", "steps"), ("time", "time"))]
+        other = el("label", "Across ", el("select", ways, id="axis"))
+    else:
+        other = el("span", "A click on a step opens its episodes.", class_="note")
+    return el("div", smooth, other, class_="controls")
 
 
 def live_strip(report: Report | None, states: dict[str, int]) -> Markup:
@@ -216,7 +215,7 @@ def live_strip(report: Report | None, states: dict[str, int]) -> Markup:
     return el("div", el("h2", "Now"), el("p", f"Groups: {counts}." if counts else None, class_="note"), el("ul", told))
 
 
-def _doing(doing: Any) -> Markup:
+def _doing(doing: Doing) -> Markup:
     inside = [_doing(each) for each in doing.inside]
     return el("li", sentence(doing), el("ul", inside) if inside else None)
 
@@ -254,7 +253,7 @@ def rejections_page(links: Links, run: Run, kinds: Iterable[RejectionKind]) -> s
     over_time = {
         "reasons": [kind.reason for kind in listed],
         "by_step": [kind.by_step for kind in listed],
-        "episodes": links.episodes(run.slug, "reason:REASON step:STEP"),
+        "episodes": links.episodes(run.slug, "state:rejected step:{step}"),
     }
     body = [
         heading("Rejections", note),

@@ -119,9 +119,10 @@ def _facts_of(run: Run, state: str, store: StoreSearch) -> RunFacts:
     meta, sessions = store.meta(), store.sessions()
     lines = list(store.metrics())
     held_out = held_out_of(store)
-    steps = [line for line in lines if isinstance(line.get("reward"), int | float)]
     seconds = max((line["time_seconds"] for line in lines if line.get("time_seconds") is not None), default=None)
-    rewards = [float(line["reward"]) for line in steps]
+    rewards, losses = (
+        [float(line[name]) for line in lines if line.get(name) is not None] for name in ("reward", "loss")
+    )
     last = max((line["step"] for line in lines), default=0)
     return RunFacts(
         run=run,
@@ -130,7 +131,7 @@ def _facts_of(run: Run, state: str, store: StoreSearch) -> RunFacts:
         total_steps=meta.get("total_steps"),
         began=sessions[0]["began"] if sessions else None,
         seconds=seconds,
-        verdict=_verdict(run.directory, held_out, rewards, seconds),
+        verdict=_verdict(run.directory, held_out, rewards, losses, seconds),
         held_out=held_out,
         rewards=rewards,
         config=flat(meta.get("config") or {}),
@@ -146,7 +147,13 @@ def held_out_of(store: StoreSearch) -> HeldOut | None:
     return HeldOut(evaluations[0], evaluations[-1] if len(evaluations) > 1 else None) if evaluations else None
 
 
-def _verdict(directory: Path, held_out: HeldOut | None, rewards: Sequence[float], seconds: float | None) -> str:
+def _verdict(
+    directory: Path,
+    held_out: HeldOut | None,
+    rewards: Sequence[float],
+    losses: Sequence[float],
+    seconds: float | None,
+) -> str:
     """In one sentence; what the run itself said at its end is not said in other words."""
     try:
         said = json.loads((directory / "summary.json").read_text(encoding="utf-8")).get("verdict")
@@ -156,13 +163,18 @@ def _verdict(directory: Path, held_out: HeldOut | None, rewards: Sequence[float]
         return str(said)
     if held_out is not None and held_out.after is not None:
         return verdict(held_out.before, held_out.after, seconds or 0.0)
+    taken = f" in {duration(seconds)}" if seconds else ""
+    if not rewards:  # supervised training has none
+        return f"loss {_change(losses)}{taken}" if losses else "no step has been trained yet"
     before = f"; held out: {held_out.before.reward:.2f} before the first step" if held_out else "; nothing was held out"
-    if len(rewards) > 1:
-        few = max(1, len(rewards) // 10)
-        first, last = (sum(part) / len(part) for part in (rewards[:few], rewards[-few:]))
-        taken = f" in {duration(seconds)}" if seconds else ""
-        return f"reward {first:.2f} → {last:.2f} over {len(rewards)} steps{taken}{before}"
-    return f"reward {rewards[0]:.2f} in the first step{before}" if rewards else "no step has been trained yet"
+    return f"reward {_change(rewards)}{taken}{before}"
+
+
+def _change(values: Sequence[float]) -> str:
+    """From the mean of the first tenth to that of the last."""
+    few = max(1, len(values) // 10)
+    first, last = (sum(part) / len(part) for part in (values[:few], values[-few:]))
+    return f"{first:.2f} → {last:.2f} over {len(values)} steps" if len(values) > 1 else f"{first:.2f} in the first step"
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> Config:

@@ -9,6 +9,7 @@ printed address gives the browser once and a cookie keeps.
 import asyncio
 import hmac
 import secrets
+import socket
 from collections.abc import Callable
 from http.cookies import CookieError, SimpleCookie
 from urllib.parse import parse_qsl, urlencode, urlsplit
@@ -24,6 +25,8 @@ from areal.utils.shorten import shown
 HEAD_SECONDS = 10.0
 """For the head of a request."""
 TOKEN = "token"
+ANY_ADDRESS = ("0.0.0.0", "::")
+"""What listens there is reached by the name of the machine."""
 MISDIRECTED_REQUEST = 421
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
@@ -47,7 +50,10 @@ class ViewServer:
         bound = listening.getsockname()[0]
         token = None if is_loopback(bound) else secrets.token_urlsafe(24)
         self._server = AppServer(Guarded(app, token), listening, head_seconds=HEAD_SECONDS, name="the viewer")
-        self.url = f"{self._server.origin}/" + (f"?{TOKEN}={token}" if token else "")
+        origin = self._server.origin
+        if bound in ANY_ADDRESS:
+            origin = f"http://{socket.gethostname()}:{listening.getsockname()[1]}"
+        self.url = f"{origin}/" + (f"?{TOKEN}={token}" if token else "")
 
     async def start(self) -> None:
         await self._server.start()

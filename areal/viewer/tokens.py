@@ -172,11 +172,9 @@ def _mean(values: Array) -> float | None:
 
 
 @dataclass(frozen=True)
-class Fork:
+class Parting:
     """Where the tokens of one answer's conversation part from those of another."""
 
-    other: int
-    """The answer that it is compared with."""
     place: int
     """How many tokens both have in common."""
     common: str
@@ -185,8 +183,18 @@ class Fork:
     there: str
 
 
+@dataclass(frozen=True)
+class Fork:
+    """An answer that does not simply continue the one before it."""
+
+    other: int
+    """The answer that it is compared with."""
+    parting: Parting | None
+    """None = tokens are not kept."""
+
+
 def forks(episode: Episode, texts: TokenTexts) -> dict[int, Fork]:
-    """For every answer that does not simply continue the one before it: what is different, and from which answer.
+    """Every answer that does not simply continue the one before it, with what is different.
 
     An answer parts from its parent if the template rendered the conversation differently; from the first child of the
     same parent if that has another; and the beginning of another conversation parts from the first one.
@@ -196,8 +204,8 @@ def forks(episode: Episode, texts: TokenTexts) -> dict[int, Fork]:
     for index, node in enumerate(episode.nodes):
         first = children.setdefault(node.parent, index)
         other = node.parent if node.parent is not None and not node.extends else first if first != index else None
-        if other is not None and (fork := _fork(_tokens_of(episode, other), _tokens_of(episode, index), other, texts)):
-            found[index] = fork
+        if other is not None:
+            found[index] = Fork(other, _parting(_tokens_of(episode, other), _tokens_of(episode, index), texts))
     return found
 
 
@@ -211,7 +219,7 @@ def _tokens_of(episode: Episode, index: int) -> Array | None:
     return None
 
 
-def _fork(there: Array | None, here: Array | None, other: int, texts: TokenTexts) -> Fork | None:
+def _parting(there: Array | None, here: Array | None, texts: TokenTexts) -> Parting | None:
     if there is None or here is None:
         return None
     length = min(len(there), len(here))
@@ -221,8 +229,7 @@ def _fork(there: Array | None, here: Array | None, other: int, texts: TokenTexts
     def text(ids: Array) -> str:
         return "".join(texts.of(ids.tolist()))
 
-    return Fork(
-        other,
+    return Parting(
         place,
         text(here[max(0, place - AROUND) : place]),
         text(here[place : place + AROUND]),

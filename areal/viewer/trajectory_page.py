@@ -2,10 +2,12 @@
 
 import json
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 from areal.api.messages import Episode
 from areal.store.search import StoreSearch, Trajectory
+from areal.utils.shorten import shortened
 from areal.viewer.episode_pages import answer_of, content_text, expected_of, task_block
 from areal.viewer.frame import (
     Links,
@@ -25,6 +27,7 @@ from areal.viewer.tokens import (
     MOST_TOKENS,
     CompletionFigures,
     Fork,
+    Parting,
     TokenTexts,
     completion_figures,
     forks,
@@ -35,7 +38,12 @@ LONGEST = 20_000
 """Characters of a message on the page; all of it is a file."""
 FOLDED = 80
 """Characters of what is folded that are seen."""
+DEEPEST = 50
+"""Branches of branches in the picture of a tree."""
+ANSWER_CHARACTERS = 2000
+"""Of the expected and of the given answer, beside each other."""
 MOST_ROWS = 50
+"""Of tokens."""
 COLOURS = (
     ("logprob", "Log-prob", "how likely the sampler found it"),
     ("ratio", "Ratio", "probability in the trainer over that in the sampler"),
@@ -66,12 +74,7 @@ def trajectory_page(links: Links, run: Run, found: Trajectory, texts: TokenTexts
         ("reward", el("strong", number(line.reward))),
         ("state", state_badge(line.state)),
         ("reason", el("code", line.reason) if line.reason else None),
-        (
-            "step",
-            el("a", str(line.step), href=links.episodes(run.slug, f"step:{line.step}"))
-            if line.step is not None
-            else None,
-        ),
+        ("step", links.to_step(run.slug, line.step)),
         ("group", links.to_group(run.slug, line.task_id)),
         ("sample", str(line.sample)),
         ("tokens", f"{line.tokens:,} of {line.tokens + line.prompt_tokens:,}"),
@@ -93,7 +96,7 @@ def trajectory_page(links: Links, run: Run, found: Trajectory, texts: TokenTexts
         else el("p", "Its tokens are not kept.", class_="note"),
     ]
     place = RunTab(run.slug, run.name, "Episodes")
-    return page(links, title, *body, place=place, scripts=("tokens.js",))
+    return page(links, title, *body, place=place, scripts=("tokens.js", "reading.js"))
 
 
 def message_texts(episode: Episode) -> list[str]:
@@ -122,10 +125,7 @@ def _all_said(episode: Episode) -> list[Said]:
 
 def _order(episode: Episode) -> list[int]:
     """Answers as they are read: each conversation to its end, then its branches."""
-    children: dict[int | None, list[int]] = {}
-    for index, node in enumerate(episode.nodes):
-        children.setdefault(node.parent, []).append(index)
-    order: list[int] = []
+    children, order = _children(episode), list[int]()
     waiting = list(reversed(children.get(None, [])))
     while waiting:
         index = waiting.pop()
@@ -134,12 +134,19 @@ def _order(episode: Episode) -> list[int]:
     return order
 
 
+def _children(episode: Episode) -> dict[int | None, list[int]]:
+    """The answers that follow each answer; those that begin a conversation follow None."""
+    children: dict[int | None, list[int]] = {}
+    for index, node in enumerate(episode.nodes):
+        children.setdefault(node.parent, []).append(index)
+    return children
+
+
 def _answers(expected: str | None, given: str) -> Child:
     """What should have come out beside what did."""
     if expected is None:
         return None
-    long = 2000
-    clipped = [text if len(text) <= long else f"{text[:long]} …" for text in (expected, given)]
+    clipped = [shortened(text, ANSWER_CHARACTERS) for text in (expected, given)]
     made = [
         el("div", el("h2", name), el("div", text or "nothing", class_="said", dir="auto", tabindex="0"))
         for name, text in zip(("Expected", "Given"), clipped, strict=True)
@@ -186,10 +193,8 @@ class _Transcript:
 
     def _outline(self) -> Markup:
         """The tree, with a link to each answer."""
-        children: dict[int | None, list[int]] = {}
-        for index, node in enumerate(self._episode.nodes):
-            children.setdefault(node.parent, []).append(index)
-        return el("nav", el("h2", "Tree"), self._branches(children, None), class_="tree", aria_label="Tree of answers")
+        tree = self._branches(_children(self._episode), None)
+        return el("nav", el("h2", "Tree"), tree, class_="tree", aria_label="Tree of answers")
 
     def _branches(self, children: dict[int | None, list[int]], parent: int | None, depth: int = 0) -> Markup:
         """Answers that follow each other stand in one line; a list begins where they part."""
@@ -200,7 +205,7 @@ class _Transcript:
                 here = children[here][0]
                 chain.append(here)
             links = [el("a", self._name(index), href=f"#answer-{index}") for index in chain]
-            deeper = self._branches(children, here, depth + 1) if children.get(here) and depth < 50 else None
+            deeper = self._branches(children, here, depth + 1) if children.get(here) and depth < DEEPEST else None
             items.append(el("li", [part for link in links for part in (" → ", link)][1:], deeper))
         return el("ul", items)
 
@@ -217,15 +222,7 @@ class _Transcript:
             if node.parent is not None
             else f"Answer {index} begins another conversation than answer {fork.other}."
         )
-        compared = el(
-            "dl",
-            el("dt", f"after {plural(fork.place, 'common token')}"),
-            el("dd", el("code", "…" if fork.common else "", fork.common)),
-            el("dt", "here"),
-            el("dd", el("code", el("ins", fork.here or "(the end)"))),
-            el("dt", f"in answer {fork.other}"),
-            el("dd", el("code", el("del", fork.there or "(the end)"))),
-        )
+        compared = _parting(fork.parting, fork.other) if fork.parting is not None else None
         return el("aside", el("h2", f"Branch: answer {index}"), el("p", what), compared, class_="fork")
 
     def _message(self, said: Said) -> Markup:
@@ -240,7 +237,7 @@ class _Transcript:
         return el(
             "article",
             el("header", head),
-            el("details", el("summary", "Thinking"), self._text(said, thinking)) if thinking else None,
+            el("details", el("summary", "Thinking"), _text(thinking)) if thinking else None,
             self._body(said, role),
             [_tool_call(call) for call in said.message.get("tool_calls") or []],
             class_=f"message role-{role if role in ('system', 'user', 'assistant', 'tool') else 'other'}",
@@ -251,20 +248,10 @@ class _Transcript:
         text = content_text(said.message.get("content"))
         if not text:
             return None
-        if role == "tool":
-            return el(
-                "details", el("summary", "result ", el("span", _short(text), class_="note")), self._text(said, text)
-            )
-        return self._text(said, text)
-
-    def _text(self, said: Said, text: str) -> list[Child]:
-        shown = el("div", text[:LONGEST], class_="said", dir="auto")
-        if len(text) <= LONGEST:
-            return [shown]
-        whole = el(
-            "a", f"all {len(text):,} characters", href=self._links.message(self._run.slug, self._number, said.place)
-        )
-        return [shown, el("p", f"… {len(text) - LONGEST:,} more characters; ", whole, class_="note")]
+        body = _text(text, self._links.message(self._run.slug, self._number, said.place))
+        if role != "tool":
+            return body
+        return el("details", el("summary", "result ", el("span", _short(text), class_="note")), body)
 
     def _about(self, said: Said) -> str:
         """`reward 1 · return 0.9 · advantage +0.4 · 35 tokens · weights 3 · stop · 0.8 s`"""
@@ -288,6 +275,27 @@ class _Transcript:
         return " · ".join(about)
 
 
+def _parting(parting: Parting, other: int) -> Markup:
+    return el(
+        "dl",
+        el("dt", f"after {plural(parting.place, 'common token')}"),
+        el("dd", el("code", "…" if parting.common else "", parting.common)),
+        el("dt", "here"),
+        el("dd", el("code", el("ins", parting.here or "(the end)"))),
+        el("dt", f"in answer {other}"),
+        el("dd", el("code", el("del", parting.there or "(the end)"))),
+    )
+
+
+def _text(text: str, whole: str | None = None) -> list[Child]:
+    """What was said; `whole` is where all of it is, if it is too long for the page."""
+    shown: list[Child] = [el("div", text[:LONGEST], class_="said", dir="auto")]
+    if len(text) > LONGEST:
+        link = el("a", f"all {len(text):,} characters", href=whole) if whole else None
+        shown.append(el("p", f"… {len(text) - LONGEST:,} more characters; ", link, class_="note"))
+    return shown
+
+
 def _tool_call(call: Any) -> Markup:
     function = call.get("function", call) if isinstance(call, dict) else {}
     arguments = function.get("arguments", "") if isinstance(function, dict) else str(call)
@@ -308,42 +316,46 @@ def _short(text: str) -> str:
 
 
 def _tokens(found: Trajectory, texts: TokenTexts, first: int, links: Links, run: Run) -> Markup:
-    rows = found.episode.rows[:MOST_ROWS]
-    trained = found.trained
+    rows = list(zip_longest(found.episode.rows, found.trained))[:MOST_ROWS]
     columns = [
-        token_columns(
-            row, trained[place] if place < len(trained) else None, texts, first if first < len(row.input_ids) else 0
-        )
-        for place, row in enumerate(rows)
+        token_columns(row, computed, texts, first if first < len(row.input_ids) else 0) for row, computed in rows
     ]
-    longest = max(len(row.input_ids) for row in rows)
     options = [el("option", f"{name}: {what}", value=value) for value, name, what in COLOURS]
-    notes = [
-        None if texts.known else "The run's tokenizer is not here, so ids are shown.",
-        None if trained else "The trainer's figures are not there: it was not trained, or they are not kept.",
-        f"{plural(len(found.episode.rows), 'row')}, of which {MOST_ROWS} are shown."
-        if len(found.episode.rows) > MOST_ROWS
-        else None,
-    ]
-    pages = [
-        el("a", f"from {start:,}", href=f"{links.episode(run.slug, found.line.id)}?first={start}#tokens")
-        for start in range(0, longest, MOST_TOKENS)
-    ] if longest > MOST_TOKENS and not links.is_file else []  # fmt: skip
-    cut = f"The first {MOST_TOKENS:,} of {longest:,} tokens." if longest > MOST_TOKENS and links.is_file else None
+    choice = el("label", "Colour ", el("select", options, id="colour"))
     return el(
         "section",
-        el("div", el("label", "Colour ", el("select", options, id="colour")), el("div", id="legend", class_="legend"),
-           class_="controls"),
-        [el("p", note, class_="note") for note in notes if note],
-        el("p", "Tokens ", [part for link in pages for part in (link, " ")], class_="note") if pages else None,
-        el("p", cut, class_="note") if cut else None,
+        el("div", choice, el("div", id="legend", class_="legend"), class_="controls"),
+        [el("p", note, class_="note") for note in _token_notes(found, texts)],
+        _token_pages(found, links.episode(run.slug, found.line.id), is_file=links.is_file),
         el("div", id="token-rows", class_="token-rows"),
         el("div", id="token-facts", class_="token-facts", role="status", aria_live="polite"),
-        data_block("token-data", {"rows": columns, "known": texts.known}),
+        data_block("token-data", {"rows": columns}),
         id="tokens",
         class_="tokens",
         aria_label="Tokens",
-    )  # fmt: skip
+    )
+
+
+def _token_notes(found: Trajectory, texts: TokenTexts) -> list[str]:
+    """What is not shown, and why."""
+    notes = [] if texts.known else ["The run's tokenizer is not here, so ids are shown."]
+    if not found.trained:
+        notes.append("The trainer's figures are not there: it was not trained, or they are not kept.")
+    if len(found.episode.rows) > MOST_ROWS:
+        notes.append(f"{plural(len(found.episode.rows), 'row')}, of which {MOST_ROWS} are shown.")
+    return notes
+
+
+def _token_pages(found: Trajectory, address: str, *, is_file: bool) -> Child:
+    """Links to the parts of rows that are too long for one page."""
+    longest = max(len(row.input_ids) for row in found.episode.rows[:MOST_ROWS])
+    if longest <= MOST_TOKENS:
+        return None
+    if is_file:
+        return el("p", f"The first {MOST_TOKENS:,} of {longest:,} tokens.", class_="note")
+    starts = range(0, longest, MOST_TOKENS)
+    links = [[el("a", f"from {start:,}", href=f"{address}?first={start}#tokens"), " "] for start in starts]
+    return el("p", "Tokens ", links, class_="note")
 
 
 def load_trajectory(store: StoreSearch, number: int) -> Trajectory | None:

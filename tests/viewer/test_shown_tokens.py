@@ -1,12 +1,22 @@
 """Tokens are shown with the text and the figures that are theirs, and branches with where they part."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from areal.api.messages import TrainedRow
-from areal.viewer.tokens import MOST_TOKENS, TokenTexts, completion_figures, forks, load_texts, token_columns
+from areal.viewer.tokens import (
+    MOST_TOKENS,
+    Fork,
+    Parting,
+    TokenTexts,
+    completion_figures,
+    forks,
+    load_texts,
+    token_columns,
+)
 from tests.viewer.viewed_runs import branching_episode, row_of, trained_of
 
 NAMED = {"actor": {"path": "builtin:tiny-math"}}
@@ -66,9 +76,12 @@ def test_ids_stand_in_for_a_tokenizer_that_is_not_here(tmp_path: Path, path: str
 def test_branches_part_at_the_first_different_token() -> None:
     found = forks(branching_episode(), TokenTexts())
     assert set(found) == {2, 3}
-    assert (found[2].other, found[2].place, found[2].here, found[2].there) == (1, 3, "20 21 ", "13 14 ")
-    assert (found[3].other, found[3].place) == (1, 3)
-    assert found[3].here.startswith("99 ")
+    assert found[2] == Fork(1, Parting(3, "10 11 12 ", "20 21 ", "13 14 "))
+    assert found[3] == Fork(1, Parting(3, "10 11 12 ", "99 14 30 31 ", "13 14 "))
+
+
+def test_branches_are_known_without_tokens() -> None:
+    assert forks(replace(branching_episode(), rows=[]), TokenTexts()) == {2: Fork(1, None), 3: Fork(1, None)}
 
 
 def test_each_completion_has_its_own_figures() -> None:

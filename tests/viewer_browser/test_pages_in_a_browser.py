@@ -79,6 +79,13 @@ def test_keys_move_through_the_table_and_open_an_episode(watched: Watched, small
     expect(page.locator("tr[aria-selected=true] td").first).to_have_text("2")
     page.keyboard.press("Enter")
     page.wait_for_url("**/episodes/2")
+    page.keyboard.press("j")
+    page.wait_for_url("**/episodes/3")
+    expect(page.locator(".reading")).to_contain_text("3 of 13")
+    page.keyboard.press("k")
+    page.wait_for_url("**/episodes/2")
+    page.keyboard.press("u")
+    page.wait_for_url("**/episodes?order=id")
 
 
 def test_a_brush_over_a_histogram_filters(watched: Watched, small: str) -> None:

@@ -120,7 +120,7 @@
 
   const drawRun = () => {
     const { steps, figures, held_out: heldOut, titles } = run;
-    const open = (step) => { location.href = run.episodes.replace("STEP", String(step)); };
+    const open = (step) => { location.href = run.episodes.replace("%7Bstep%7D", String(step)); };
     const one = (parent, name) => {
       const values = figures[name];
       const smoothed = keep() > 0;
@@ -189,7 +189,7 @@
       pairs.forEach(([step, count]) => { values[place.get(step)] = count; });
       return { label: rejected.reasons[index], values, stroke: hue(index), dash: DASHES[index % DASHES.length], points: true };
     });
-    const open = (step) => { location.href = rejected.episodes.replace("reason%3AREASON+", "").replace("STEP", String(step)); };
+    const open = (step) => { location.href = rejected.episodes.replace("%7Bstep%7D", String(step)); };
     draw(area, "Rejected episodes by reason", across, series, { first: true, open, fromZero: true });
   };
 

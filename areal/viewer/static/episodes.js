@@ -52,6 +52,12 @@
   const ask = async (query) => (local ? askHere(query) : askStore(data.url, query));
 
   // The table
+  // The episode's page goes on from here to the next one (reading.js).
+  const remember = () => {
+    const pages = state.rows.slice(0, 5000).map((row) => new URL(href(row), location.href).pathname);
+    try { sessionStorage.setItem("areal-list", JSON.stringify({ pages, count: state.count, back: location.href })); } catch { /* a browser that keeps nothing */ }
+  };
+  addEventListener("pagehide", remember);
   const cell = (name, row) => {
     const value = row[at[name]];
     if (name === "seconds") return `${value < 10 ? value.toFixed(2) : Math.round(value)} s`;
@@ -81,7 +87,7 @@
   const body = table.createTBody();
   area.append(table);
 
-  const href = (row) => data.episode.replace("EPISODE", row[at.id]);
+  const href = (row) => data.episode.replace("{id}", row[at.id]);
   const line = (row, place) => {
     const made = document.createElement("tr");
     made.setAttribute("aria-rowindex", place + 2);
@@ -96,7 +102,7 @@
         td.append(link);
       } else if (name === "task_id") {
         const link = document.createElement("a");
-        link.href = data.group.replace("GROUP", row[at.task_id]);
+        link.href = data.group.replace("{id}", row[at.task_id]);
         link.textContent = row[at.task_id];
         td.append(link);
       } else td.textContent = cell(name, row);
