@@ -51,9 +51,9 @@ def test_a_long_row_is_shown_in_parts() -> None:
 def test_texts_come_from_the_tokenizer_that_the_config_names(tmp_path: Path) -> None:
     from tokenizers import Tokenizer
 
-    from areal.utils.hf_utils import BUILTIN
+    from areal.utils.hf_utils import tokenizer_directory
 
-    tokenizer = Tokenizer.from_file(str(BUILTIN / "tiny-math" / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(Path(tokenizer_directory("builtin:tiny-math")) / "tokenizer.json"))
     said = "Sort 0296 <|im_end|>\n"
     ids = tokenizer.encode(said, add_special_tokens=False).ids
     assert "".join(load_texts(tmp_path, NAMED).of(ids)) == said
