@@ -18,6 +18,7 @@ from areal.store.checks import batch_digest, checks_of, differing_fields
 from areal.store.schema import (
     DAMAGE,
     EVALUATION,
+    FAILED,
     PUBLISHED,
     READY,
     REJECTED,
@@ -201,6 +202,12 @@ class StoreReader(Closing):
     def events(self, kind: str | None = None) -> list[dict[str, Any]]:
         rows = self._db.execute("SELECT * FROM events WHERE ? IS NULL OR kind = ? ORDER BY id", (kind, kind))
         return [{**dict(row), "detail": json.loads(row["detail"])} for row in rows]
+
+    def failure(self) -> str | None:
+        """The error that ended the newest session of the run; None = it goes on, or ended otherwise."""
+        newest = "kind = ? AND at >= (SELECT max(began) FROM sessions) ORDER BY id DESC LIMIT 1"
+        found = self._db.execute(f"SELECT detail FROM events WHERE {newest}", (FAILED,)).fetchone()
+        return None if found is None else str(json.loads(found["detail"])["error"])
 
     def rejections(self) -> list[dict[str, Any]]:
         return [dict(row) for row in self._db.execute("SELECT * FROM rejections ORDER BY id")]

@@ -36,6 +36,8 @@ EVALUATION = "evaluation"
 """The kind of event that an evaluation is."""
 PUBLISHED = "published"
 """The same of a version that the engines were given."""
+FAILED = "failed"
+"""The same of an error that ended a session of the run."""
 BUSY_SECONDS = 30.0
 """How long a statement waits for another process: only migrations hold the file longer than a moment."""
 

@@ -28,7 +28,7 @@ from areal.engine.models import find_model
 from areal.engine.training.learner import Critic, Learner
 from areal.infra.scheduler import Ask
 from areal.store.reader import StoreReader
-from areal.store.schema import STORE_FILE, StoreError
+from areal.store.schema import FAILED, STORE_FILE, StoreError
 from areal.store.writer import StoreWriter
 from areal.trainer import display
 from areal.trainer.checkpoint import NoRoom, begin_checkpoint, checkpoint_digest, load_newest
@@ -350,7 +350,9 @@ class TrainingRun(ABC):
         except RanksLost:  # and with them what could be saved
             self._let_saving_end()
             raise
-        except Exception:
+        except Exception as error:
+            with suppress(StoreError):  # then others cannot be told
+                self._store.event(FAILED, {"error": f"{type(error).__name__}: {first_line(error)}"})
             if self._step:
                 self._stop()
             raise

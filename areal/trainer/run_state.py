@@ -1,7 +1,7 @@
 """What is known of a run by those who did not start it: its driver is asked, or its files tell.
 
 The driver's address is in RUN/driver.json, which only the user who started it can read. A run without a driver is told
-from its files: finished, stopped or killed, at which step and when, and how to go on with it.
+from its files: finished, failed, stopped or killed, at which step and when, and how to go on with it.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ READ_BYTES = 1 << 16
 
 
 def report_of(directory: Path) -> Report:
-    """What the driver says, or the files; `state` is running, silent, finished, stopped or killed."""
+    """What the driver says, or the files; `state` is running, silent, finished, failed, stopped or killed."""
     return _ask(directory) or _from_files(directory)
 
 
@@ -114,7 +114,9 @@ def _from_files(directory: Path) -> Report:
         return report
     latest = metrics if metrics.exists() else directory / "config.yaml"
     report |= {"state": _ended(directory), "ended": latest.stat().st_mtime}
-    how = "its driver was killed" if report["state"] == "killed" else "stopped"
+    how = {"killed": "its driver was killed", "failed": f"failed ({failure_of(directory)})"}.get(
+        report["state"], "stopped"
+    )
     after = f"after step {report['step']}" if report["step"] else "before its first step"
     report["text"] = (
         f"{directory}: {how} {after}; the last sign of it is of {_when(report['ended'])}\n"
@@ -127,7 +129,18 @@ def _ended(directory: Path) -> str:
     """How a run without a driver ended."""
     if (directory / "summary.json").exists():
         return "finished"
-    return "killed" if (directory / DRIVER_FILE).exists() else "stopped"
+    if (directory / DRIVER_FILE).exists():
+        return "killed"
+    return "stopped" if failure_of(directory) is None else "failed"
+
+
+def failure_of(directory: Path) -> str | None:
+    """The error that ended a run; None = none did, or there is no store that can be read."""
+    try:
+        with StoreReader(directory, at_rest=True) as store:
+            return store.failure()
+    except (StoreError, sqlite3.DatabaseError):
+        return None
 
 
 def _stored_step(directory: Path) -> int:

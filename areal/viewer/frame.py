@@ -158,7 +158,15 @@ def facts(*pairs: tuple[str, Child]) -> Markup:
 
 
 def state_badge(state: str) -> Markup:
-    mark = {"running": "▶", "finished": "✓", "stopped": "■", "killed": "✕", "unreadable": "!", "trained": "✓"}
+    mark = {
+        "running": "▶",
+        "finished": "✓",
+        "stopped": "■",
+        "killed": "✕",
+        "failed": "✕",
+        "unreadable": "!",
+        "trained": "✓",
+    }
     mark |= {"rejected": "✕", "ready": "…", "retry": "↻", "silent": "?"}
     return el("span", el("span", mark.get(state, "·"), aria_hidden="true"), f" {state}", class_=f"badge state-{state}")
 

@@ -168,6 +168,7 @@ def run_page(links: Links, about: RunFacts, store: StoreSearch, report: Report |
     body = [
         heading(run.name),
         el("p", about.verdict, class_="verdict"),
+        el("p", el("strong", "It failed"), f": {about.failure}", class_="callout") if about.failure else None,
         known,
         _live(links, about, report, store.states()) if report is not None else None,
         _chart_controls(),

@@ -61,7 +61,7 @@ class HeldOut:
 class RunFacts:
     run: Run
     state: str
-    """running, finished, stopped or killed; unreadable = its store is damaged, or of another version."""
+    """running, finished, failed, stopped or killed; unreadable = its store is damaged, or of another version."""
     step: int = 0
     total_steps: int | None = None
     began: float | None = None
@@ -71,6 +71,8 @@ class RunFacts:
     rewards: list[float] = field(default_factory=list)
     """Of each step."""
     config: Config = field(default_factory=dict)
+    failure: str | None = None
+    """The error that ended it."""
 
 
 class Runs:
@@ -135,6 +137,7 @@ def _facts_of(run: Run, state: str, store: StoreSearch) -> RunFacts:
         held_out=held_out,
         rewards=rewards,
         config=flat(meta.get("config") or {}),
+        failure=store.failure() if state == "failed" else None,
     )
 
 

@@ -24,6 +24,7 @@ from areal.infra.loop_thread import LoopThread
 from areal.infra.rpc.connect import connect, serve
 from areal.infra.rpc.wire import api_wire
 from areal.store.records import StepRecord
+from areal.store.schema import FAILED
 from areal.store.writer import StoreWriter
 from areal.trainer.run import TrainingRun
 from areal.trainer.run_directory import RunDirectory
@@ -249,6 +250,15 @@ def test_run_that_was_killed_is_as_far_as_its_store_says_whatever_was_exported(
     (directory.path / "run.db").write_bytes(b"damaged " * 1000)
     assert main(["status", str(directory.path)]) == RESUMABLE
     assert "stopped after step 1;" in capsys.readouterr().out
+
+
+def test_run_that_an_error_ended_says_which(directory: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    with StoreWriter(directory.path) as store:
+        store.session(0, {})
+        store.step(StepRecord(1, 1, "digest", [], {}, {}))
+        store.event(FAILED, {"error": "ValueError: no such thing"})
+    assert main(["status", str(directory.path)]) == RESUMABLE
+    assert "failed (ValueError: no such thing) after step 1;" in capsys.readouterr().out
 
 
 def test_run_whose_driver_was_killed_says_so(directory: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:

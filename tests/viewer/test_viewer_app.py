@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from areal.store.schema import STORE_FILE
+from areal.store.schema import FAILED, STORE_FILE
+from areal.store.writer import StoreWriter
 from areal.viewer.app import Viewer
 from areal.viewer.html import el, escape, visible
 from areal.viewer.server import Guarded
@@ -282,6 +283,19 @@ def test_a_damaged_store_is_told_and_the_others_are_shown(runs: Path, tmp_path: 
     answer = served.get("/r/small.broken/episodes")
     assert answer.status_code == 500
     assert "cannot be read" in answer.text
+
+
+def test_a_run_that_failed_says_with_which_error(tmp_path: Path) -> None:
+    failed = write_run(tmp_path / "small" / "failed")
+    (failed / "summary.json").unlink()
+    with StoreWriter(failed) as store:
+        store.event(FAILED, {"error": "ValueError: <no> such thing"})
+    served = TestClient(Guarded(Viewer([tmp_path]).asgi()), base_url="http://127.0.0.1")
+    assert "✕ failed" in Seen(served.get("/").text).text
+    assert "It failed: ValueError: <no> such thing" in Seen(served.get("/r/small.failed/").text).text
+    with StoreWriter(failed) as store:
+        store.session(2, {"host": "here"})  # it is started again, and stopped
+    assert "■ stopped" in Seen(served.get("/").text).text
 
 
 def test_a_directory_of_one_run_is_that_run(runs: Path) -> None:
