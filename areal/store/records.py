@@ -230,7 +230,7 @@ def _text(message: Mapping[str, Any]) -> str:
         return content
     said = [content, thoughts]
     called = [call.get("function", call) for call in calls or [] if isinstance(call, dict)]
-    said += [text for each in called for text in (each.get("name"), each.get("arguments"))]
+    said += [text for each in called if isinstance(each, dict) for text in (each.get("name"), each.get("arguments"))]
     return "\n".join(each if isinstance(each, str) else to_json(each) for each in said if each)
 
 

@@ -18,7 +18,7 @@ from areal.viewer.rescored_pages import rescored_list_page, rescored_page
 from areal.viewer.rescoring import find_rescored, read_rescored
 from areal.viewer.runs import Run, Runs
 from areal.viewer.tokens import load_texts, run_config
-from areal.viewer.trajectory_page import LONGEST, load_trajectory, message_texts, trajectory_page
+from areal.viewer.trajectory_page import ENOUGH, FOLDED, LONGEST, load_trajectory, message_texts, trajectory_page
 
 MARK = "areal-view"
 """A file that tells a bundle from other directories, which are not overwritten."""
@@ -91,6 +91,8 @@ def _write_run(pages: _Pages, links: Links, run: Run, store: StoreSearch, lines:
         if found is None:  # its group was tried again since
             continue
         pages.write(f"{place}/episodes/{line.id}.html", trajectory_page(deeper, run, found, texts))
-        for number, text in enumerate(message_texts(found.episode)):
-            if len(text) > LONGEST:
+        texts_said = message_texts(found.episode)
+        whole = FOLDED if sum(map(len, texts_said)) > ENOUGH else LONGEST
+        for number, text in enumerate(texts_said):
+            if len(text) > whole:
                 pages.write(f"{place}/episodes/{line.id}/{number}.txt", text)

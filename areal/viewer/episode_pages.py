@@ -1,5 +1,6 @@
 """The pages about several episodes: the table of all, and the samples of one group side by side."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
@@ -224,7 +225,7 @@ def content_text(content: Any) -> str:
         return ""
     if isinstance(content, list):
         return "\n".join(_part_text(part) for part in content)
-    return content if isinstance(content, str) else orjson.dumps(content, default=str).decode()
+    return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False, default=str)
 
 
 def _part_text(part: Any) -> str:

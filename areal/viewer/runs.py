@@ -22,6 +22,7 @@ from areal.trainer.evaluation import Evaluation, verdict
 from areal.trainer.run_state import state_of
 from areal.utils.bounded_cache import BoundedCache
 from areal.utils.shorten import duration, first_line
+from areal.viewer.html import visible
 
 DEPTHS = ("*/", "*/*/", "*/*/*/")
 """Where stores lie below what `areal view` is given: output_dir, one of its experiments, or what holds several."""
@@ -87,7 +88,7 @@ class Runs:
         found: dict[str, Run] = {}
         for place in self._places:
             for directory in _directories(place):
-                name = "/".join(directory.parts[-2:])
+                name = visible("/".join(directory.parts[-2:]))
                 slug = base = UNSAFE.sub("-", name.replace("/", ".")).strip(".-") or "run"
                 number = 2
                 while slug in found:

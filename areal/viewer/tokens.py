@@ -201,22 +201,24 @@ def forks(episode: Episode, texts: TokenTexts) -> dict[int, Fork]:
     """
     children: dict[int | None, int] = {}
     found: dict[int, Fork] = {}
+    tokens = _conversations(episode)
     for index, node in enumerate(episode.nodes):
         first = children.setdefault(node.parent, index)
         other = node.parent if node.parent is not None and not node.extends else first if first != index else None
         if other is not None:
-            found[index] = Fork(other, _parting(_tokens_of(episode, other), _tokens_of(episode, index), texts))
+            found[index] = Fork(other, _parting(tokens.get(other), tokens.get(index), texts))
     return found
 
 
-def _tokens_of(episode: Episode, index: int) -> Array | None:
-    """The conversation up to the end of an answer."""
+def _conversations(episode: Episode) -> dict[int, Array]:
+    """The tokens up to the end of each answer."""
+    found: dict[int, Array] = {}
     for row in episode.rows:
-        places = np.flatnonzero(row.completion_index == index)
-        if len(places):
-            whole: Array = row.input_ids[: int(places[-1]) + 1]
-            return whole
-    return None
+        backwards = row.completion_index[::-1]
+        for index, place in zip(*np.unique(backwards, return_index=True), strict=True):
+            if index >= 0:
+                found.setdefault(int(index), row.input_ids[: len(backwards) - int(place)])
+    return found
 
 
 def _parting(there: Array | None, here: Array | None, texts: TokenTexts) -> Parting | None:

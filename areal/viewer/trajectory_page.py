@@ -36,6 +36,9 @@ from areal.viewer.tokens import (
 
 LONGEST = 20_000
 """Characters of a message on the page; all of it is a file."""
+ENOUGH = 1_000_000
+"""Characters on a page, after which only the beginning of each message is shown."""
+MOST_MESSAGES = 2000
 FOLDED = 80
 """Characters of what is folded that are seen."""
 DEEPEST = 50
@@ -178,6 +181,8 @@ class _Transcript:
         forks: dict[int, Fork],
     ) -> None:
         self._links, self._run, self._number = links, run, number
+        self._shown = 0
+        """Characters so far."""
         self._episode, self._figures, self._forks = episode, figures, forks
 
     def render(self) -> Child:
@@ -185,10 +190,12 @@ class _Transcript:
         if not said:
             return el("p", "No messages were recorded.", class_="note")
         made: list[Child] = [self._outline()] if self._forks else []
-        for each in said:
+        for each in said[:MOST_MESSAGES]:
             if each.begins in self._forks:
                 made.append(self._fork(each.begins, self._forks[each.begins]))
             made.append(self._message(each))
+        if len(said) > MOST_MESSAGES:
+            made.append(el("p", f"{len(said) - MOST_MESSAGES:,} more messages; areal export has all.", class_="note"))
         return made
 
     def _outline(self) -> Markup:
@@ -248,7 +255,9 @@ class _Transcript:
         text = content_text(said.message.get("content"))
         if not text:
             return None
-        body = _text(text, self._links.message(self._run.slug, self._number, said.place))
+        most = LONGEST if self._shown < ENOUGH else FOLDED
+        self._shown += min(len(text), most)
+        body = _text(text, self._links.message(self._run.slug, self._number, said.place), most)
         if role != "tool":
             return body
         return el("details", el("summary", "result ", el("span", _short(text), class_="note")), body)
@@ -287,12 +296,12 @@ def _parting(parting: Parting, other: int) -> Markup:
     )
 
 
-def _text(text: str, whole: str | None = None) -> list[Child]:
+def _text(text: str, whole: str | None = None, most: int = LONGEST) -> list[Child]:
     """What was said; `whole` is where all of it is, if it is too long for the page."""
-    shown: list[Child] = [el("div", text[:LONGEST], class_="said", dir="auto")]
-    if len(text) > LONGEST:
+    shown: list[Child] = [el("div", text[:most], class_="said", dir="auto")]
+    if len(text) > most:
         link = el("a", f"all {len(text):,} characters", href=whole) if whole else None
-        shown.append(el("p", f"… {len(text) - LONGEST:,} more characters; ", link, class_="note"))
+        shown.append(el("p", f"… {len(text) - most:,} more characters; ", link, class_="note"))
     return shown
 
 

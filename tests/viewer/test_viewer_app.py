@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from areal.api.messages import Episode, GroupResult, Node
 from areal.store.schema import FAILED, STORE_FILE
 from areal.store.writer import StoreWriter
 from areal.viewer.app import Viewer
 from areal.viewer.html import el, escape, visible
 from areal.viewer.server import Guarded
-from tests.viewer.viewed_runs import HOSTILE, LONG, write_run
+from tests.viewer.viewed_runs import HOSTILE, LONG, row_of, write_run
 
 RUN = "/r/small.one"
 PAGES = [
@@ -269,6 +270,36 @@ def test_beyond_loopback_the_token_of_the_address_is_needed(runs: Path) -> None:
     for path in ("//evil.example/", "/\\evil.example/", "///evil.example"):
         away = friend.get(f"http://10.0.0.1:8265{path}?token=secret").headers["location"]
         assert re.match(r"/[^/\\]", away)
+
+
+def monstrous_episode() -> Episode:
+    """Three thousand answers of a thousand characters, every tenth from the same beginning; odd messages among them."""
+    odd = [
+        {"role": "user", "content": {"huge": 10**40, "text": "\ud800"}},
+        {"role": 7, "content": 3.5, "tool_calls": "no list"},
+        {"role": "tool", "content": None, "tool_calls": [None, 5, {"function": "f"}, {"function": {"arguments": [1]}}]},
+    ]
+    answer = {"role": "assistant", "content": "a" * 1000}
+    parents = [index - 1 if index % 10 else None for index in range(3000)]
+    nodes = [Node(parent, True, [], answer, None, "stop", [], 0.0, 0.1) for parent in parents]
+    nodes[0].messages.extend(odd)
+    rows = [row_of([1, 2], [3, place % 7], first=place) for place in range(0, 3000, 10)]
+    return Episode(rows, 0.0, odd, calls=3000, seconds=1.0, nodes=nodes)
+
+
+def test_an_episode_of_any_size_and_shape_has_a_page(tmp_path: Path) -> None:
+    run = tmp_path / "small" / "odd"
+    run.mkdir(parents=True)
+    with StoreWriter(run) as store:
+        store.started(0, 0, {"answer": 10**40})
+        store.ready(GroupResult(0, [monstrous_episode(), Episode([], 0.0)], [], {}))
+    served = TestClient(Guarded(Viewer([tmp_path]).asgi()), base_url="http://127.0.0.1")
+    page = served.get("/r/small.odd/episodes/1")
+    assert page.status_code == 200
+    assert len(page.content) < 6_000_000
+    assert "1,003 more messages" in page.text
+    for address in ("episodes/2", "groups/0", "episodes", "", "rejections", "episodes/1/0.txt"):
+        assert served.get(f"/r/small.odd/{address}").status_code == 200
 
 
 def test_a_damaged_store_is_told_and_the_others_are_shown(runs: Path, tmp_path: Path) -> None:
