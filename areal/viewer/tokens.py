@@ -52,8 +52,25 @@ class TokenTexts:
         text = self._tokenizer.decode([*self._anchor, number], skip_special_tokens=False)
         own = text.removeprefix(self._before)
         if "�" in own or not own:  # part of a character, or nothing that text shows
-            own = self._tokenizer.id_to_token(number) or f"⟨{number}⟩"
+            own = _as_bytes(self._tokenizer.id_to_token(number) or "") or f"⟨{number}⟩"
         return visible(own)
+
+
+def _as_bytes(token: str) -> str:
+    """What stands for bytes in a byte-level vocabulary as these bytes: `⟨f0 9f⟩`; any other token as it is."""
+    found = [_BYTES.get(each) for each in token]
+    known = [each for each in found if each is not None]
+    return f"⟨{bytes(known).hex(' ')}⟩" if known and len(known) == len(found) else token
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Byte-level vocabularies write printable bytes as themselves, and the others as characters from 256 on."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+_BYTES = _byte_alphabet()
 
 
 def load_texts(directory: Path, config: dict[str, Any]) -> TokenTexts:

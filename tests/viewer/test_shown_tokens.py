@@ -59,6 +59,17 @@ def test_texts_come_from_the_tokenizer_that_the_config_names(tmp_path: Path) -> 
     assert "".join(load_texts(tmp_path, NAMED).of(ids)) == said
 
 
+def test_parts_of_a_character_are_shown_as_their_bytes() -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({each: place for place, each in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    ids = tokenizer.encode("a 😀").ids
+    assert TokenTexts(tokenizer).of(ids) == ["a", " ", "⟨f0⟩", "⟨9f⟩", "⟨98⟩", "⟨80⟩"]
+
+
 def test_the_copy_in_a_checkpoint_comes_first(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "step-000001").mkdir(parents=True)
     (tmp_path / "checkpoints" / "step-000001" / "tokenizer.json").write_text("damaged")
