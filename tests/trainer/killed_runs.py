@@ -244,6 +244,7 @@ def check_record(run_dir: Path) -> None:
 
 def check_weights(output_dir: Path, model: Path, run_dir: Path) -> None:
     """They are those of a run that trains the same batches without an interruption, to the bit."""
+    torch.set_num_threads(1)  # as the run did, whatever another test has set
     config = config_of(output_dir, model)
     engine = open_learner(config, model, STEPS * config.actor.ppo_n_minibatches, None)
     update = policy_update(config, engine, None)
