@@ -12,7 +12,7 @@ from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from areal.config.errors import ConfigError
 
@@ -109,7 +109,7 @@ class _Uvicorn(uvicorn.Server):
 
 def _limited_protocol(head_seconds: float) -> type[asyncio.Protocol]:
     """uvicorn's protocol, with a deadline and a size for the head of each request."""
-    base: Any = AutoHTTPProtocol
+    base: Any = H11Protocol  # httptools is faster, and takes heads that two readers may understand differently
 
     class LimitedProtocol(base):
         def connection_made(self, transport: asyncio.Transport) -> None:
