@@ -38,8 +38,6 @@ ENDS = {
     "the deadline of the call (proxy.limits.call_timeout_seconds) or of the episode": [
         "areal/engine/inference/http_engine.py _Arrivals.next",
         "areal/engine/inference/sequence.py SequenceState.until_grown",
-        "areal/proxy/retries.py SharedAnswer.whole",
-        "areal/proxy/retries.py SharedAnswer.events",
         "areal/proxy/transport.py AppCall._send",
         "areal/proxy/transport.py AppCall._receive",
         "areal/utils/background.py Background.run",

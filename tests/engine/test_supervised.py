@@ -56,8 +56,8 @@ class Forgetful:
     def __init__(self) -> None:
         self._tokenizer = byte_tokenizer()
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._tokenizer(*args, **kwargs)
+    def encode(self, text: str, **options: Any) -> Any:
+        return self._tokenizer.encode(text, **options)
 
     def apply_chat_template(self, messages: list[dict[str, Any]], **options: Any) -> Any:
         last = len(messages) - 1

@@ -19,28 +19,26 @@ def test_seeds_stay_the_same_from_release_to_release() -> None:
 
 def test_a_call_is_known_by_its_prompt_and_how_often_that_came_before() -> None:
     one, other = CallSeeds(5), CallSeeds(5)
-    first = [one.next([1, 2], None), one.next([1, 2], None), one.next([1, 2, 3], None)]
-    assert [other.next([1, 2, 3], None), other.next([1, 2], None), other.next([1, 2], None)] == first[::-1][:1] + first[
-        :2
-    ]
+    first = [one.next(b"12", None), one.next(b"12", None), one.next(b"123", None)]
+    assert [other.next(b"123", None), other.next(b"12", None), other.next(b"12", None)] == first[::-1][:1] + first[:2]
     assert len(set(first)) == 3
-    assert CallSeeds(6).next([1, 2], None) not in first
+    assert CallSeeds(6).next(b"12", None) not in first
 
 
 def test_a_call_that_got_no_answer_leaves_its_seed_to_the_next() -> None:
     seeds = CallSeeds(5)
-    one, two, three = [seeds.next([1, 2], None) for _ in range(3)]
-    seeds.give_back([1, 2], two)
-    seeds.give_back([1, 2], one)
-    seeds.give_back([1, 2], seeds.next([1, 2], 42))
-    seeds.give_back([1], three)
-    again = [seeds.next([1, 2], None) for _ in range(3)]
+    one, two, three = [seeds.next(b"12", None) for _ in range(3)]
+    seeds.give_back(b"12", two)
+    seeds.give_back(b"12", one)
+    seeds.give_back(b"12", seeds.next(b"12", 42))
+    seeds.give_back(b"1", three)
+    again = [seeds.next(b"12", None) for _ in range(3)]
     assert again[:2] == [one, two]
     assert again[2] not in (one, two, three)
 
 
 def test_a_seed_that_was_asked_for_repeats_within_an_episode_only() -> None:
     seeds = CallSeeds(5)
-    assert seeds.next([1], 42) == seeds.next([1], 42) == seeds.next([2], 42)
-    assert seeds.next([1], 42) != seeds.next([1], 43)
-    assert seeds.next([1], 42) != CallSeeds(6).next([1], 42)
+    assert seeds.next(b"1", 42) == seeds.next(b"1", 42) == seeds.next(b"2", 42)
+    assert seeds.next(b"1", 42) != seeds.next(b"1", 43)
+    assert seeds.next(b"1", 42) != CallSeeds(6).next(b"1", 42)
