@@ -17,6 +17,7 @@ from areal.config.keys import API_KEY_VARIABLE, find_key
 from areal.config.rollout import GenerationHyperparameters, Kernel
 from areal.proxy import Proxy
 from areal.utils.net import is_loopback
+from areal.viewer.playground import PLAYGROUND, WithPlayground
 
 TURNS_KEPT = 10_000
 """Answers that the session remembers before it starts over."""
@@ -53,7 +54,7 @@ async def _serve(
         public_url=public_url,
     )
     try:
-        await proxy.start(host, port, exposed=True)
+        await proxy.start(host, port, exposed=True, around=lambda app: WithPlayground(app, model))
         session = proxy.open_session(api_key=key)
         session.turns_kept = TURNS_KEPT
         _announce(proxy.origin, model, session.api_key if key is None else None)
@@ -69,6 +70,7 @@ def _announce(origin: str, model: str, new_key: str | None) -> None:
     print(f"{model} is served at {origin}/v1 (Ctrl-C ends it)")
     if new_key is not None:
         print(f"api key: {new_key}")
+    print(f"talk to it at {origin}{PLAYGROUND}" + (f"#{new_key}" if new_key is not None else ""))
     sys.stdout.flush()
 
 

@@ -7,9 +7,11 @@ Belongs to one event loop. Its app is reached over TCP at `base_url`, and in pro
 import asyncio
 import importlib
 import secrets
+from collections.abc import Callable
 from typing import Any
 
 import httpx
+from starlette.types import ASGIApp
 
 from areal.api.engine_api import InferenceEngine
 from areal.config.rollout import GenerationHyperparameters, ProxyLimits
@@ -64,10 +66,17 @@ class Proxy:
         self._server: AppServer | None = None
         self._clients: dict[str, Any] = {}
 
-    async def start(self, host: str = "127.0.0.1", port: int = 0, *, exposed: bool = False) -> None:
-        """Listen; port 0 = a free one. Hosts beyond loopback need `exposed`."""
+    async def start(
+        self,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        exposed: bool = False,
+        around: Callable[[ASGIApp], ASGIApp] = lambda app: app,
+    ) -> None:
+        """Listen; port 0 = a free one. Hosts beyond loopback need `exposed`; `around` may answer at other paths."""
         server = proxy_server(
-            self._app,
+            around(self._app),
             host,
             port,
             head_seconds=self._limits.body_timeout_seconds,

@@ -54,7 +54,7 @@ class Viewer:
         routes: list[tuple[str, Callable[[Request], Response]]] = [
             ("/", self._runs),
             ("/compare", self._compare),
-            ("/static/{name}", _static),
+            ("/static/{name}", static_file),
             ("/r/{run}/", self._run),
             ("/r/{run}/live", self._live),
             ("/r/{run}/figures.json", self._figures),
@@ -69,7 +69,7 @@ class Viewer:
             ("/r/{run}/rescored/{name}", self._rescored),
         ]
         made = [Route(path, _guarded(endpoint), methods=["GET"]) for path, endpoint in routes]
-        app = Starlette(routes=made, exception_handlers={HTTPException: _as_page})
+        app = Starlette(routes=made, exception_handlers={HTTPException: as_page})
         app.router.redirect_slashes = False
         return app
 
@@ -220,13 +220,13 @@ def _guarded(endpoint: Callable[[Request], Response]) -> Callable[[Request], Res
     return answer
 
 
-def _as_page(request: Request, error: Exception) -> Response:
+def as_page(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     text = str(error.detail)
     return HTMLResponse(page(Links(), "Not shown", heading("Not shown"), el("p", text)), error.status_code)
 
 
-def _static(request: Request) -> Response:
+def static_file(request: Request) -> Response:
     path = next((each for each in STATIC.iterdir() if each.name == request.path_params["name"]), None)
     if path is None:
         raise _nothing("there is no such file")

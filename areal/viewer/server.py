@@ -85,15 +85,8 @@ class Guarded:
         if scope["type"] != "http":
             return
 
-        async def answer(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                headers = MutableHeaders(scope=message)
-                for name, value in HEADERS.items():
-                    headers.setdefault(name, value)
-            await send(message)
-
         app = self._refusal(scope) or self._app
-        await app(scope, receive, answer)
+        await app(scope, receive, with_headers(send))
 
     def _refusal(self, scope: Scope) -> Response | None:
         headers = Headers(scope=scope)
@@ -122,6 +115,19 @@ class Guarded:
         if _equal(_cookie_value(headers), token):
             return None
         return _refuse(403, "this viewer needs the token of its address; open the one that areal view printed")
+
+
+def with_headers(send: Send) -> Send:
+    """What sends an answer with the headers above."""
+
+    async def answer(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = MutableHeaders(scope=message)
+            for name, value in HEADERS.items():
+                headers.setdefault(name, value)
+        await send(message)
+
+    return answer
 
 
 def name_of(host: str) -> str:

@@ -114,6 +114,20 @@ def files(small_runs: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     return target.as_uri()
 
 
+@pytest.fixture
+def playground() -> Iterator[str]:
+    """The page of a served model, with its key."""
+    words = [sys.executable, "-m", "areal.cli.main", "serve", "--model", "builtin:tiny-math", "--port", "0"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        assert process.stdout is not None
+        try:
+            lines = [process.stdout.readline() for _ in range(3)]
+            yield lines[2].removeprefix("talk to it at ").strip()
+        finally:
+            process.terminate()
+            process.wait(START_SECONDS)
+
+
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Browser]:
     with sync_playwright() as playwright:

@@ -225,6 +225,23 @@ def test_nothing_that_a_model_says_is_run(watched: Watched, small: str, files: s
         expect(watched.page.locator("#episodes")).to_contain_text("<script>alert(1)</script>")
 
 
+def test_a_served_model_answers_in_tokens_with_their_log_probs(watched: Watched, playground: str) -> None:
+    page = watched.page
+    page.goto(playground)
+    assert "#" not in page.url, "the key leaves the address"
+    page.locator("#prompt").fill("Sort 0296")
+    page.keyboard.press("Enter")
+    expect(page.locator(".role-assistant .tk").first).to_be_visible(timeout=60_000)
+    page.locator(".tk").first.hover()
+    expect(page.locator("#token-facts")).to_contain_text("log-prob")
+    page.locator("#key").fill("wrong")
+    page.locator("#prompt").fill("again")
+    page.keyboard.press("Enter")
+    expect(page.locator("#wrong")).to_contain_text("the key is not valid")
+    expect(page.locator("#prompt")).to_have_value("again")
+    watched.wrong.clear()  # the browser tells of the answer 401
+
+
 def test_pages_are_read_without_scripts(browser: Browser, small: str) -> None:
     context = browser.new_context(java_script_enabled=False)
     page = context.new_page()
