@@ -71,7 +71,8 @@ def test_processes_that_start_together_all_have_it(place: Path) -> None:
 
 
 def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place.mkdir()
+    (place / "making-killed").mkdir(parents=True)
+    os.utime(place / "making-killed", (0, 0))  # of a process that was killed long ago
     monkeypatch.setenv("CXX", compiler(place.parent, "echo 'step.cpp:1:1: error: I am too old' >&2; exit 1"))
     with pytest.raises(KernelUnavailable, match=r"cannot compile the native kernel: .*I am too old; install"):
         library.build()

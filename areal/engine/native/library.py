@@ -12,13 +12,16 @@ import hashlib
 import os
 import platform
 import shlex
+import shutil
 import tempfile
+import time
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from areal.api.errors import KernelUnavailable
 from areal.engine.native.compile import (
+    BUILD_SECONDS,
     FLAGS,
     LEVELS,
     CompileError,
@@ -34,6 +37,8 @@ logger = getLogger("kernel")
 
 PREBUILT = Path(__file__).with_name("prebuilt")
 """What a wheel has."""
+_MAKING = "making-"
+"""How directories begin in which a library is being compiled."""
 FLAGS_VARIABLE = "AREAL_NATIVE_FLAGS"
 """Compile with these further flags, in place of -march=native and of what a wheel has."""
 
@@ -74,7 +79,8 @@ def build() -> Path:
     logger.info("compiling the native kernel with %s (once, some seconds)", compiler)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix="making-", dir=target.parent) as making:
+        _remove_left_over(target.parent)
+        with tempfile.TemporaryDirectory(prefix=_MAKING, dir=target.parent) as making:
             made = Path(making) / target.name
             compile_library(compiler, made, _own_flags())
             os.replace(made, target)
@@ -85,6 +91,13 @@ def build() -> Path:
     except OSError as error:
         raise KernelUnavailable(f"the native kernel cannot be kept in the cache: {error}; set AREAL_CACHE") from None
     return target
+
+
+def _remove_left_over(directory: Path) -> None:
+    """What processes left that were killed while they compiled."""
+    for path in directory.glob(f"{_MAKING}*"):
+        if time.time() - path.stat().st_mtime > 2 * BUILD_SECONDS:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _prebuilt() -> Path | None:
