@@ -64,6 +64,7 @@ def test_whatever_ends_a_run_after_its_first_step_it_saves(error: Exception) -> 
     with pytest.raises(type(error)):
         run.execute()
     assert run.saved == [1]
+    assert run.events == [("failed", f"{type(error).__name__}: {error}")]
 
 
 def test_an_error_in_the_summary_saves_too() -> None:
@@ -79,6 +80,7 @@ def test_sigterm_saves_and_ends_with_its_exit_code() -> None:
         run.execute()
     assert ended.value.code == 143
     assert run.saved == [1]
+    assert run.events == []
 
 
 @pytest.mark.parametrize("lost", [RanksLost("rank 1 was killed"), Interrupted()])
@@ -115,7 +117,7 @@ class OneStep(TrainingRun):
             engine=None,
             tokenizer=None,
             total_steps=3,
-            store=None,
+            store=self,
             standing=SimpleNamespace(saved_step=0),
             fingerprint={},
             critic=None,
@@ -123,8 +125,13 @@ class OneStep(TrainingRun):
         )
         super().__init__(ExperimentConfig(), parts, Progress(3))
         self.saved: list[int] = []
+        self.events: list[tuple[str, str]] = []
         self._then = then
         self._saving_fails_with = saving_fails_with
+
+    def event(self, kind: str, detail: dict[str, Any]) -> None:
+        """As a store takes it."""
+        self.events.append((kind, detail["error"]))
 
     def _train(self) -> None:
         self._step += 1
