@@ -31,11 +31,12 @@ def scrape(url: str) -> dict[str, float]:
 
 @pytest.mark.timeout(600)
 def test_a_run_that_is_scraped_all_the_time_trains_as_it_should(example: Start, run_dir: Path) -> None:
-    run = example("total_train_steps=60", "metrics.port=0", "evaluator.freq_steps=20", "saver.freq_steps=10")
+    steps = 240  # enough to train while the worker is started again
+    run = example(f"total_train_steps={steps}", "metrics.port=0", "evaluator.freq_steps=80", "saver.freq_steps=40")
     address = httpx.URL(url := url_of(run))
     deaf = socket.create_connection((address.host, address.port))
     deaf.sendall(b"GET /metrics HTTP/1.1\r\nHost: here\r\n\r\n")
-    run.wait_for(r"^step [1-9]\d*/60 ")
+    run.wait_for(rf"^step [1-9]\d*/{steps} ")
     pages = [scrape(url) for _ in range(SCRAPES)]
     os.kill(run.only("areal.rollout.worker"), signal.SIGKILL)
     run.wait_for("it is started again")
@@ -44,14 +45,14 @@ def test_a_run_that_is_scraped_all_the_time_trains_as_it_should(example: Start, 
         pages.append(scrape(url))  # processes are asked once a second
     assert run.wait() == 0, run.text
     deaf.close()
-    assert len(rows_of(run_dir / "rollouts.jsonl")) == 60 * 16
-    assert summary_of(run_dir)["steps"] == 60
+    assert len(rows_of(run_dir / "rollouts.jsonl")) == steps * 16
+    assert summary_of(run_dir)["steps"] == steps
     for before, after in itertools.pairwise(pages):
         totals = [series for series in before if series.partition("{")[0].endswith("_total")]
         assert [series for series in totals if after[series] < before[series]] == []
     last = pages[-1]
     assert last["areal_engines{state=serving}"] == 1
-    assert last["areal_target_steps"] == 60
+    assert last["areal_target_steps"] == steps
     assert last["areal_trained_episodes_total"] == 16 * last["areal_steps_total"]
     assert last["areal_sampled_tokens_total"] >= last["areal_trained_tokens_total"] > 0
     assert last["areal_process_deaths_total{role=rollout worker}"] == 1

@@ -202,6 +202,7 @@ def test_new_processes_have_the_environment_and_directory_of_that_moment(
 def test_a_process_starts_in_a_directory_that_was_deleted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
+    monkeypatch.syspath_prepend("")  # as in an interpreter that was started with -c
     (tmp_path / "gone").rmdir()
     with ProcessPool(1) as pool:
         assert result_of(pool, math.sqrt, 4.0) == 2.0

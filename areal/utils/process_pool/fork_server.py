@@ -303,7 +303,11 @@ def _become_worker(request: WorkerRequest, fds: Sequence[int]) -> NoReturn:
 
 
 def search_path() -> list[str]:
-    """This process's import path, made independent of the working directory."""
+    """This process's import path, made independent of the working directory, which may be deleted."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return [entry for entry in sys.path if os.path.isabs(entry)]
     return [os.path.abspath(entry) for entry in sys.path]
 
 
