@@ -65,6 +65,7 @@ class Delivery:
         """Raises ApiError 410 if the session ends. The client's task goes on then, so only its wait is cancelled."""
         task = asyncio.current_task()
         assert task is not None
+        cancelled_before = task.cancelling()
         try:
             while answer.running:
                 news = answer.news()
@@ -72,7 +73,7 @@ class Delivery:
                 await news
             return answer.result()
         except asyncio.CancelledError:
-            if task.cancelling() or not self._session.ended:
+            if task.cancelling() > cancelled_before or not self._session.ended:
                 raise
             raise session_ended() from None
         finally:

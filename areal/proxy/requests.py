@@ -22,6 +22,8 @@ MAX_DEPTH = 100
 """Levels of nesting that a body may have."""
 WORTH_KNOWING = 2048
 """Bytes of a body; a shorter one is parsed in less time than it takes to remember it."""
+MAX_KNOWN = 1 << 21
+"""Bytes of the longest body that is kept for the next: a session keeps a few."""
 
 
 class Head(NamedTuple):
@@ -137,7 +139,7 @@ class KnownBodies:
 
     def remember(self, raw: bytes, items: list[Any], past: list[Message], messages: list[Message]) -> None:
         """A body had `items` after `past`, and all were read as `messages`. Only compact JSON is recognised later."""
-        if len(raw) < WORTH_KNOWING:
+        if not WORTH_KNOWING <= len(raw) <= MAX_KNOWN:
             return
         known = next((known for known in self._latest if known.messages is past), None)
         try:

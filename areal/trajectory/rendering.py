@@ -46,10 +46,10 @@ WHOLE_UP_TO = 16
 """Conversations of up to this many messages are rendered whole."""
 LONG_TEXT = 8192
 """Characters beyond which it takes milliseconds to encode a text: call `encode` in a thread."""
-SHORT_TEXT = 4096
+SHORT_TEXT = 2048
 """Characters up to which what a text was rendered from, and encoded to, is kept for the next who asks the same."""
-MAX_KEPT = 1024
-"""This many short texts."""
+MAX_KEPT = 512
+"""This many short texts: a token takes 36 bytes, and a character at most four tokens."""
 SAMPLE = 1 << 16
 """Characters that are encoded at a time to find out whether a text fits."""
 FIRST_CHECKS = 8
@@ -98,7 +98,8 @@ class Renderer:
         self.image_processor = None if processor is None else ImageProcessor(processor)
         """None = the model takes no images."""
         self._checks = 0
-        self._tells_time = "strftime_now" in str(template)
+        self._varies = any(word in str(template) for word in ("strftime_now", "random"))
+        """The template may write the same conversation in another way the next time."""
         self._rendered: dict[bytes, str] = {}
         """By what the template got; with the next, only of short texts and bounded. Threads share both."""
         self._encoded: dict[str, list[int]] = {}
@@ -131,7 +132,7 @@ class Renderer:
 
     def _key_of(self, messages: list[Message], tools: Tools | None) -> bytes | None:
         """What the template gets; None = it may be rendered differently another time, or is long, or cannot be told."""
-        if self._tells_time:
+        if self._varies:
             return None
         try:
             key = orjson.dumps(messages, option=_AS_IS)

@@ -20,6 +20,8 @@ from areal.engine.inference.remote import GENERATE_ROLE, worker_handlers
 from areal.infra.rpc.connect import Listener, serve
 from areal.infra.rpc.frames import role_secret
 from areal.infra.rpc.wire import api_wire
+from areal.utils import waits
+from areal.utils.waits import Waits
 
 
 class Engine(FakeEngine):
@@ -52,6 +54,20 @@ class Engine(FakeEngine):
                     self.ends_after -= len(chunk.tokens)
                     if self.ends_after <= 0:
                         await self.aclose()
+
+
+async def test_an_episode_is_known_to_have_asked_whichever_way_it_came_to_an_engine() -> None:
+    group = EngineGroup()
+    group.add("one", Engine())
+    with waits.of(Waits()) as own:
+        assert not own.asked_model
+        await group.agenerate(ask())
+        assert own.asked_model
+    with waits.of(Waits()) as own:
+        async with aclosing(group.astream(ask())) as chunks:
+            await anext(chunks)
+        assert own.asked_model
+    await group.aclose()
 
 
 def ask(*ids: int, session: str = "", **settings: Any) -> ModelRequest:

@@ -61,6 +61,23 @@ def test_a_library_is_made_once_for_the_same_source_compiler_and_flags(
 
 
 @needs_compiler
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.25, 0.5, 0.99])
+def test_a_library_that_was_damaged_is_made_again(place: Path, share: float) -> None:
+    made = library.build()
+    whole = made.read_bytes()
+    made.write_bytes(whole[: int(share * len(whole))])
+    assert library.find() is None
+    assert library.build() == made == library.find()
+
+
+@needs_compiler
+def test_what_another_process_has_just_removed_stops_no_build(place: Path) -> None:
+    place.mkdir(parents=True)
+    (place / "making-gone").symlink_to(place / "nowhere")
+    assert library.build().exists()
+
+
+@needs_compiler
 def test_processes_that_start_together_all_have_it(place: Path) -> None:
     code = "from areal.engine.native import library; print(library.find() or library.build())"
     processes = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(3)]

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal.proxy.errors import ApiError
-from areal.proxy.requests import WORTH_KNOWING, KnownBodies, parse_object
+from areal.proxy.requests import MAX_KNOWN, WORTH_KNOWING, KnownBodies, parse_object
 
 LONG = "word " * (WORTH_KNOWING // 5)
 TRICKS = ('],"messages":[', "{", "\\", "0,")
@@ -86,3 +86,11 @@ def outcome(bodies: KnownBodies, raw: bytes) -> Any:
         return bodies.parse(raw, "messages")
     except ApiError as error:
         return error.message
+
+
+def test_a_body_that_is_too_long_is_not_kept() -> None:
+    bodies = KnownBodies()
+    messages: list[Any] = [{"role": "user", "content": "x" * MAX_KNOWN}]
+    read(bodies, orjson.dumps({"messages": messages}))
+    _, past = bodies.parse(orjson.dumps({"messages": [*messages, {}]}), "messages")
+    assert past == []

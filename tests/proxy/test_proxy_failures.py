@@ -267,3 +267,22 @@ async def test_the_end_of_its_session_ends_a_call_and_not_the_task_that_made_it(
     assert reached == [410, "on"]
     assert engine.in_flight == 0
     assert not session.calls
+
+
+async def test_the_end_of_its_session_reaches_a_task_that_was_cancelled_before_and_went_on(proxy, session, engine):
+    engine.hold = asyncio.Event()
+    begun = asyncio.Event()
+
+    async def agent():
+        try:
+            begun.set()
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            return (await post(proxy, session)).status_code
+
+    task = asyncio.ensure_future(agent())
+    await asyncio.wait_for(begun.wait(), WAIT_SECONDS)
+    task.cancel()
+    await engine.until_in_flight(1)
+    await proxy.end_session(session)
+    assert await asyncio.wait_for(task, WAIT_SECONDS) == 410

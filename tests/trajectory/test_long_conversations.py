@@ -92,3 +92,10 @@ def test_template_that_counts_messages_is_found_out(caplog):
             assert chat.tree.token_ids(node)[: -len(node.output_ids)] == chat.ids(known)
             messages = [*messages, node.message, {"role": "user", "content": "question"}]
     assert not chat.tree.renderer.skips_middle
+
+
+def test_template_that_draws_at_random_is_rendered_every_time() -> None:
+    tokenizer = chat_tokenizer("chatml")
+    tokenizer.chat_template = "{{ range(8) | random }}" + tokenizer.chat_template
+    renderer = Renderer(tokenizer)
+    assert len({renderer.render([{"role": "user", "content": "hi"}], None) for _ in range(64)}) > 1

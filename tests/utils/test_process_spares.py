@@ -255,3 +255,67 @@ def test_calls_that_run_when_the_pool_is_closed_say_so(pool: ProcessPool) -> Non
     pool.close()
     with pytest.raises(PoolClosed):
         future.result(LONG_SECONDS)
+
+
+def place_and_mask() -> tuple[str, int]:
+    before = os.umask(0)
+    os.umask(before)
+    return time.strftime("%Z", time.localtime(0)), before
+
+
+def test_a_process_has_the_time_zone_and_the_umask_of_the_moment(
+    pool: ProcessPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result_of(pool, place_and_mask)
+    before = os.umask(0o027)
+    try:
+        monkeypatch.setenv("TZ", "XYZ-9")
+        time.tzset()
+        lose_a_process(pool)
+        assert result_of(pool, place_and_mask) == ("XYZ", 0o027)
+    finally:
+        os.umask(before)
+        monkeypatch.undo()
+        time.tzset()
+
+
+AT_THE_LIMIT = """
+import math, os, resource
+from areal.utils.process_pool.pool import CallCrashed, ProcessPool
+
+soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+for free in range(2, 12):
+    with ProcessPool(1) as first, ProcessPool(1) as pool:
+        pool.submit(math.sqrt, (4.0,), timeout_seconds=30).result(60)
+        os.kill(pool.pids()[0], 9)
+        highest, held = max(map(int, os.listdir("/proc/self/fd"))), []
+        while (file := os.open("/dev/null", os.O_RDONLY)) <= highest:
+            held.append(file)
+        os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1 + free, hard))
+        try:
+            pool.submit(math.sqrt, (9.0,), timeout_seconds=30).result(60)
+        except CallCrashed as crash:
+            assert "Too many open files" in str(crash), crash
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            for file in held:
+                os.close(file)
+        assert pool.submit(math.sqrt, (16.0,), timeout_seconds=30).result(60) == 4.0
+print("all settled")
+"""
+
+
+def test_no_call_waits_for_ever_where_descriptors_have_run_out() -> None:
+    ran = subprocess.run([sys.executable, "-c", AT_THE_LIMIT], capture_output=True, text=True, timeout=100)
+    assert ran.stdout.endswith("all settled\n"), ran.stderr
+
+
+def test_descriptors_that_a_pool_is_sent_are_not_inherited(pool: ProcessPool) -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    result_of(pool, math.sqrt, 4.0)
+    new = [int(name) for name in set(os.listdir("/proc/self/fd")) - before]
+    assert new
+    for descriptor in new:
+        with suppress(OSError):  # that of the listing itself
+            assert not os.get_inheritable(descriptor)

@@ -190,6 +190,7 @@ class EngineGroup:
 
     async def _choose(self, req: ModelRequest) -> _Member:
         """Where the request goes; it counts there as in flight from here on."""
+        waits.current().asked_model = True  # also of an episode that does not come by its own session or engine
         await self.until_serving()
         members = self._members
         least = min(members.values(), key=lambda member: (member.in_flight, member.served))

@@ -364,6 +364,8 @@ class _StepTokens:
         parts, ends, at = [self.columns], [], batch
         for piece in pieces:
             size = piece.end - piece.start
+            if size < 1:
+                raise ValueError(f"a piece of a prompt must have tokens, got those from {piece.start} to {piece.end}")
             column = np.empty((7, size), dtype=np.int64)
             column[0] = piece.ids[piece.start : piece.end]
             column[1] = np.arange(piece.start, piece.end)

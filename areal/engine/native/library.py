@@ -2,9 +2,10 @@
 
 A wheel has libraries for two generations of x86 processors. Everywhere else the source is compiled on first use for the
 processor at hand, which takes seconds, and kept in the user's cache directory. A library is named by everything that it
-depends on, so one that does not fit is never found; it appears under its name only when it is complete. Several
-processes may compile at once. This file needs no torch, but `load` wants it to be imported already: both must use one
-OpenMP runtime, and torch brings its own.
+depends on, so one that does not fit is never found. It appears under its name only when it is complete, and ends with a
+checksum, because a process that maps a damaged one dies without a word. Several processes may compile at once. This
+file needs no torch, but `load` wants it to be imported already: both must use one OpenMP runtime, and torch brings its
+own.
 """
 
 import ctypes
@@ -15,6 +16,7 @@ import shlex
 import shutil
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -67,7 +69,7 @@ def find() -> Path | None:
         return prebuilt
     compiler = find_compiler()
     path = None if compiler is None else _cached(compiler)
-    return path if path is not None and path.exists() else None
+    return path if path is not None and _is_whole(path) else None
 
 
 def build() -> Path:
@@ -83,6 +85,7 @@ def build() -> Path:
         with tempfile.TemporaryDirectory(prefix=_MAKING, dir=target.parent) as making:
             made = Path(making) / target.name
             compile_library(compiler, made, _own_flags())
+            _seal(made)
             os.replace(made, target)
     except CompileError as error:
         raise KernelUnavailable(
@@ -93,11 +96,29 @@ def build() -> Path:
     return target
 
 
+def _seal(path: Path) -> None:
+    """Add a checksum, which loaders do not read, and write it all to the disk."""
+    with open(path, "rb+") as file:
+        file.write(hashlib.sha256(file.read()).digest())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return False
+    size = hashlib.sha256().digest_size
+    return content[-size:] == hashlib.sha256(content[:-size]).digest()
+
+
 def _remove_left_over(directory: Path) -> None:
     """What processes left that were killed while they compiled."""
     for path in directory.glob(f"{_MAKING}*"):
-        if time.time() - path.stat().st_mtime > 2 * BUILD_SECONDS:
-            shutil.rmtree(path, ignore_errors=True)
+        with suppress(FileNotFoundError):  # another process has just finished
+            if time.time() - path.stat().st_mtime > 2 * BUILD_SECONDS:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def _prebuilt() -> Path | None:

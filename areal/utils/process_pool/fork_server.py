@@ -1,9 +1,10 @@
 """Where a pool's worker processes come from: a small interpreter that forks one for each request, in milliseconds.
 
 Starting an interpreter takes twenty times as long, and a pool under bad calls does little else. The server has one
-thread and loads nothing of the user's, so that a fork of it is as good as a new process: environment, working directory
-and output are those of the pool's process at the moment of the request. Both ends are here: `ForkServer` is the pool's,
-`serve` is what the process runs.
+thread and loads nothing of the user's, so that a fork of it is as good as a new process: environment, working
+directory, umask and output are those of the pool's process at the moment of the request; limits, priority and
+processors are those that it had when the server started. Both ends are here: `ForkServer` is the pool's, `serve` is
+what the process runs.
 
 The server also supervises: workers and server adopt orphans (`descendants`), so what a worker has started stays below
 the worker while it lives and comes to the server when it ends, however that happens. The server then kills it and tells
@@ -55,6 +56,8 @@ class WorkerRequest:
     """0 = no limit."""
     cpu_seconds: float
     environment: dict[bytes, bytes]
+    umask: int | None
+    """None = it is not known."""
 
 
 class ForkedProcess:
@@ -106,7 +109,7 @@ class ForkServer:
     def fork(self, channel_fd: int, claims_fd: int, memory_bytes: int, cpu_seconds: float) -> ForkedProcess:
         """A new worker process at these descriptors; limits of 0 are none. Raises OSError."""
         environment = {b"OMP_NUM_THREADS": b"1", **os.environb}  # there are as many processes as cores
-        request = pickle.dumps(WorkerRequest(memory_bytes, cpu_seconds, environment))
+        request = pickle.dumps(WorkerRequest(memory_bytes, cpu_seconds, environment, _umask()))
         directory_fd = os.open(".", os.O_PATH | os.O_DIRECTORY)  # by descriptor, as it may have been deleted
         fds = channel_fd, claims_fd, 2, directory_fd
         try:
@@ -173,8 +176,14 @@ class ForkServer:
                 self._process.kill()
             self._end()
             raise
+        for descriptor in received:
+            os.set_inheritable(descriptor, False)
         if pid < 0:
             raise OSError(-pid, os.strerror(-pid))
+        if len(received) < 2:  # there was no room for them here; the process ends when its channel is closed
+            for descriptor in received:
+                os.close(descriptor)
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         return ForkedProcess(pid, *received)
 
 
@@ -190,6 +199,7 @@ def serve(control_fd: int) -> None:
     import areal.utils.process_pool.worker  # noqa: F401
 
     adopt_orphans()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     server = _Server(socket.socket(fileno=control_fd))
     gc.collect()
     gc.freeze()  # what is never looked at again stays shared
@@ -262,7 +272,14 @@ class _Server:
             for descriptor in (*own, *self._workers, *(status_fd for _, status_fd in self._workers.values())):
                 os.close(descriptor)
             _become_worker(request, fds)
-        pidfd = os.pidfd_open(pid)
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            os.close(status_read)
+            os.close(status_write)
+            raise
         self._workers[pidfd] = pid, status_write
         self._poll.register(pidfd, select.POLLIN)
         socket.send_fds(self._control, [_NUMBER.pack(pid)], [pidfd, status_read])
@@ -285,6 +302,7 @@ def _become_worker(request: WorkerRequest, fds: Sequence[int]) -> NoReturn:
 
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         os.setpgid(0, 0)  # a function that signals its own group reaches no one else
         channel_fd, claims_fd, output_fd, directory_fd = fds
         for printed in (1, 2):
@@ -295,6 +313,9 @@ def _become_worker(request: WorkerRequest, fds: Sequence[int]) -> NoReturn:
         if request.environment != {**os.environb}:
             os.environ.clear()
             os.environb.update(request.environment)
+            time.tzset()
+        if request.umask is not None:
+            os.umask(request.umask)
         main(channel_fd, claims_fd, request.memory_bytes, request.cpu_seconds)
     except BaseException:
         sys.excepthook(*sys.exc_info())
@@ -309,6 +330,13 @@ def search_path() -> list[str]:
     except FileNotFoundError:
         return [entry for entry in sys.path if os.path.isabs(entry)]
     return [os.path.abspath(entry) for entry in sys.path]
+
+
+def _umask() -> int | None:
+    """Read, because `os.umask` tells it only by changing it, for all threads."""
+    with open("/proc/self/status", encoding="utf-8") as lines:
+        found = [line.partition(":")[2] for line in lines if line.startswith("Umask:")]
+    return int(found[0], 8) if found else None
 
 
 def _readable(descriptor: int, seconds: float) -> bool:
