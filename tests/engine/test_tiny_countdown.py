@@ -11,7 +11,7 @@ from areal.engine.builtin.text import TINY_COUNTDOWN
 from areal.engine.model.architecture import read_architecture
 from areal.utils.hf_utils import load_hf_tokenizer
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # the first of them may have to make the model
 
 
 def test_it_is_made_as_a_model_with_its_tokenizer(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from areal.engine.inference.server import load_engine
 from areal.engine.model.architecture import read_architecture
 from areal.utils.hf_utils import load_hf_tokenizer
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # the first of them may have to make the model
 
 CONVERSATION: list[dict[str, Any]] = [
     {"role": "system", "content": "Be brief."},

@@ -17,7 +17,7 @@ from areal.trajectory.rendering import Renderer
 from areal.utils.hf_utils import load_hf_processor, load_hf_tokenizer
 from areal.utils.images import decode_image
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # the first of them may have to make the model
 
 
 @pytest.fixture(scope="module")
