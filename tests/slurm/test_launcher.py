@@ -41,7 +41,8 @@ async def test_a_keeper_runs_on_its_node_and_reads_the_secret(launcher: SlurmLau
     steps = [await launcher.launch(ask, _keeper(READ_AND_SAY)) for ask in asks]
     reasons = await asyncio.wait_for(asyncio.gather(*(step.ended for step in steps)), 30)
     assert all("ended with code 3" in reason and "the secret" in reason for reason in reasons), reasons
-    assert {word for reason in reasons for word in reason.split() if word in ("h1", "h2")} == {"h1", "h2"}
+    said = {word for reason in reasons for word in reason.split() if word in ("h1", "h2")}
+    assert said == {"h1", "h2"}, reasons
 
 
 async def test_the_allocation_is_given_back(launcher: SlurmLauncher, cluster: SlurmCluster) -> None:
