@@ -14,7 +14,8 @@ from areal.infra.scheduler.base import Ask, KeeperStart
 from areal.infra.scheduler.slurm import SlurmLauncher
 from benchmarks.clusters import LOGIN, Hosts, SlurmCluster, until
 
-READ_AND_SAY = "import sys, os; print(os.uname().nodename, sys.stdin.read()); sys.exit(3)"
+READ_AND_SAY = "import sys, os; print(f'{os.uname().nodename} {sys.stdin.read()}'); sys.exit(3)"
+"""In one write: srun puts what it says itself between two."""
 WAIT = "import sys, time; sys.stdin.read(); time.sleep(600)"
 
 
