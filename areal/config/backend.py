@@ -7,6 +7,8 @@ from typing import Self
 from areal.config.errors import ConfigError, require
 
 KINDS = ("embedded", "vllm", "sglang")
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks of adapters that vLLM may be started for."""
 _SPELLING = re.compile(r"(?P<kind>[a-z]+)(?::(?=[dt])(?:d(?P<servers>[0-9]+))?(?:t(?P<gpus>[0-9]+))?)?")
 
 

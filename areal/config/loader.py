@@ -19,6 +19,8 @@ from areal.utils import logging
 
 T = TypeVar("T")
 
+KINDS = {bool: "true or false", int: "a whole number", float: "a finite number", str: "text"}
+"""What errors call the types of values."""
 RENAMED = {"rollout.openai": "rollout.agent"}
 """Older names of settings, accepted with a warning."""
 
@@ -164,15 +166,22 @@ def _is_text(hint: Any) -> bool:
 
 
 def _convert_optional(hint: Any, value: Any, dotted: str) -> Any:
-    """A field that may be None has one other type; one that takes words may take whole numbers besides."""
+    """A field may take None or some words besides the values of its one other type."""
     plain = value.parsed() if isinstance(value, Verbatim) else value
-    options = [option for option in typing.get_args(hint) if option is not type(None)]
-    if len(options) == 1:
-        return None if plain is None else _convert(options[0], value, dotted)
-    (words,) = (typing.get_args(option) for option in options if typing.get_origin(option) is Literal)
-    if type(plain) is int or plain in words:
+    options = typing.get_args(hint)
+    words = [word for option in options if typing.get_origin(option) is Literal for word in typing.get_args(option)]
+    if plain in words and isinstance(plain, str):
         return plain
-    raise ConfigError(f"{dotted} must be {', '.join(words)} or a whole number, got {plain!r}")
+    if plain is None and type(None) in options:
+        return None
+    (other,) = (each for each in options if each is not type(None) and typing.get_origin(each) is not Literal)
+    try:
+        return _convert(other, value, dotted)
+    except ConfigError:
+        if not words:
+            raise
+        kinds = [*words, *(["null"] if type(None) in options else [])]
+        raise ConfigError(f"{dotted} must be {', '.join(kinds)} or {KINDS[other]}, got {plain!r}") from None
 
 
 def _convert_choice(choices: tuple[Any, ...], value: Any, dotted: str) -> Any:
@@ -184,7 +193,7 @@ def _convert_choice(choices: tuple[Any, ...], value: Any, dotted: str) -> Any:
 def _convert_scalar(hint: Any, value: Any, dotted: str) -> Any:
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
-    kind = {bool: "true or false", int: "a whole number", float: "a finite number", str: "text"}[hint]
+    kind = KINDS[hint]
     if hint is str and isinstance(value, (int, float)):
         raise ConfigError(f"{dotted} must be text, got {value!r}; put it in quotes")
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):

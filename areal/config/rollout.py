@@ -247,8 +247,10 @@ class RolloutConfig(Resources):
     train = they are trained, however old, which needs the decoupled loss (actor.use_decoupled_loss)."""
     max_concurrent_rollouts: int = 256
     """Episodes running at once."""
-    max_idle_rejections: int = 512
-    """Rejected episodes in a row, with none accepted, before the run stops with the cause."""
+    max_idle_rejections: int = 64
+    """Episodes at the start that may all fail alike (for one reason, at one line of code), of an evaluation or of
+    training, before the run stops with the cause and its traceback. Where something was accepted before, or they fail
+    in several ways, are filtered or too old: eight times as many in a row, with none accepted."""
     num_workers: int = 1
     """Processes that run episodes."""
     backend: str = "embedded"

@@ -4,9 +4,11 @@ Around them are evaluation, checkpoints, recovery and placement.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from areal.config.algorithm import Unset
 from areal.config.device import require_device_among, require_device_name
 from areal.config.errors import require
 from areal.config.parallel import Ranks
@@ -45,6 +47,62 @@ class OptimizerConfig:
         require(self.warmup_steps >= 0, f"warmup_steps must be >= 0, got {self.warmup_steps}")
 
 
+_RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
+    "eps_clip": (lambda value: 0 < value <= 1, "lie in (0, 1], got {value}; use 1 for no bound below"),
+    "eps_clip_higher": (lambda value: value > 0, "be > 0, got {value}; leave it out to use eps_clip"),
+    "dual_clip": (lambda value: value > 1, "be > 1, got {value}; use null for no bound"),
+    "behave_imp_weight_cap": (lambda value: value > 0, "be > 0, got {value}; use null for no cap"),
+    "behave_imp_weight_floor": (lambda value: value > 0, "be > 0, got {value}; use null for no floor"),
+    "second_moment": (lambda value: value > 0, "be > 0, got {value}; use null for no bound"),
+    "negative_mask": (lambda value: value >= 0, "be >= 0, got {value}; use null for no mask"),
+    "sapo_temperature": (lambda value: value > 0, "be > 0, got {value}"),
+    "sapo_temperature_negative": (lambda value: value > 0, "be > 0, got {value}"),
+    "gae_lambda": (lambda value: 0 <= value <= 1, "lie in [0, 1], got {value}"),
+    "discount": (lambda value: 0 <= value <= 1, "lie in [0, 1], got {value}"),
+    "overlong_share": (lambda value: 0 <= value <= 1, "lie in [0, 1], got {value}; use 0 for no penalty"),
+    "kl_ctl": (lambda value: 0 <= value < math.inf, "be >= 0 and finite, got {value}"),
+    "entropy_coef": (lambda value: 0 <= value < math.inf, "be >= 0 and finite, got {value}"),
+    "loss_length": (lambda value: value >= 1, "be >= 1, got {value}"),
+}
+"""Of settings of the algorithm: whether a value fits, and the rule."""
+
+
+@dataclass
+class LoraConfig:
+    """A low-rank adapter that is trained in place of the model: docs/lora.md."""
+
+    rank: int | None = None
+    """Rows of A and columns of B, in each layer that computes with W + alpha / rank * B A; None = no adapter, the whole
+    model is trained."""
+    alpha: float | None = None
+    """What B A is multiplied by, times the rank; None = twice the rank."""
+    targets: list[str] = field(default_factory=list)
+    """Ends of the names of linear layers that get one, e.g. [q_proj, v_proj]; empty = all of them but the head."""
+    path: str = ""
+    """A directory with an adapter of PEFT's format to begin with, of this rank, alpha and targets; empty = a new one,
+    which changes nothing yet."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.rank is None or self.rank >= 1,
+            f"rank must be >= 1, got {self.rank}; leave it out to train the whole model",
+        )
+        require(
+            self.alpha is None or 0 < self.alpha < math.inf,
+            f"alpha must be a finite number > 0, got {self.alpha}; leave it out for twice the rank",
+        )
+        given = [name for name in ("alpha", "targets", "path") if getattr(self, name)]
+        require(
+            self.rank is not None or not given,
+            f"{' and '.join(given)} of an adapter without a rank; set rank, e.g. to 16, or leave all of lora out",
+        )
+
+    @property
+    def scaled_alpha(self) -> float:
+        assert self.rank is not None, "there is an adapter"
+        return 2.0 * self.rank if self.alpha is None else self.alpha
+
+
 @dataclass
 class ActorConfig(Resources):
     """The model that is trained, its loss, and what the trainer needs of its machine."""
@@ -68,38 +126,92 @@ class ActorConfig(Resources):
     needs a GPU and bfloat16, and knows no capped scores; auto = varlen where it can be used, else mask."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """How gradients become steps."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """Train an adapter in place of the model."""
     max_tokens_per_mb: int = 16384
     """Tokens in one forward and backward pass; bounds the memory and does not change the result."""
     gradient_checkpointing: bool = False
     """Recompute each layer in the backward pass instead of keeping its activations: less memory, more time."""
     ppo_n_minibatches: int = 1
     """Optimizer steps per batch."""
-    eps_clip: float = 0.2
-    """The policy ratio is clipped below 1 - eps_clip."""
-    eps_clip_higher: float | None = None
-    """The policy ratio is clipped above 1 + this; None = eps_clip."""
-    dual_clip: float | None = 3.0
-    """The loss of a token with a negative advantage A is at most this times |A|, however much likelier the token has
-    become; None = not bounded."""
-    kl_ctl: float = 0.0
-    """Weight of the KL penalty against the reference model `ref.path`."""
-    adv_norm: Literal["none", "group", "batch"] = "none"
+    algorithm: str = ""
+    """A preset: default, decoupled, grpo, dr_grpo, dapo, rloo, reinforce++, gspo, cispo, sapo, ppo or m2po; one with
+    the clipped objective may have +decoupled after it, as in dapo+decoupled. It fills in the settings below that are
+    left at `preset`, and no others (docs/algorithms.md). Empty = decoupled where rollout.max_head_offpolicyness >= 1,
+    else default."""
+    advantage: str | Unset = "preset"
+    """How returns become advantages: baseline = by `group_baseline` and `adv_norm`; or a function's import string."""
+    group_baseline: Literal["mean", "leave_one_out", "batch", "none", "preset"] = "preset"
+    """What a return is compared with: the mean over the completions of its group, the mean over the other episodes of
+    its group, the mean over the completions of the batch, or nothing."""
+    adv_norm: Literal["none", "group", "batch", "preset"] = "preset"
     """What the advantage is divided by: nothing, or its group's or the batch's standard deviation over completions
     (unbiased: n - 1), plus 1e-6. Where the deviation is 0, so is the advantage."""
-    group_baseline: Literal["mean", "none"] = "mean"
-    """What a return is compared with: the mean over the completions of its group, or nothing."""
-    gae_lambda: float = 1.0
+    gae_lambda: float | Unset = "preset"
     """With a critic: how much of what it failed to predict counts for the tokens before; 1 = the advantage is the
     return minus the value, 0 = the next value minus this one."""
-    discount: float = 1.0
+    gae_over: Literal["completion", "episode", "preset"] = "preset"
+    """With a critic: what comes after the last token of a completion. completion = its return, in which later turns
+    have their share; episode = the reward of its own and the value before the next turn, so that gae_lambda counts
+    across turns."""
+    discount: float | Unset = "preset"
     """With a critic: what the return counts less for each token that was still to come. Turns have one of their own
     (rollout.agent.turn_discount)."""
-    loss_norm: Literal["token", "completion"] = "token"
-    """The loss is a mean over tokens, or over completions, each with the mean of its tokens."""
-    use_decoupled_loss: bool = False
+    overlong_share: float | Unset = "preset"
+    """Over the last share of gconfig.max_new_tokens, so large, the return of a completion falls linearly by 1; 0 = the
+    length costs nothing."""
+    ratio: str | Unset = "preset"
+    """Of which the policy's ratio is taken: token, or sequence = the geometric mean over a completion; or a function's
+    import string."""
+    objective: str | Unset = "preset"
+    """What is maximised, with ratio r and advantage A: clip = the lesser of r A and clipped r A; importance = r A;
+    cispo = A log p weighed by the clipped r; sapo = a sigmoid of r times A; reinforce = A log p; or a function's
+    import string."""
+    eps_clip: float | Unset = "preset"
+    """The policy ratio is clipped below 1 - eps_clip; 1 = not at all."""
+    eps_clip_higher: float | Unset | None = "preset"
+    """The policy ratio is clipped above 1 + this; None = eps_clip."""
+    dual_clip: float | Unset | None = "preset"
+    """The loss of a token with a negative advantage A is at most this times |A|, however much likelier the token has
+    become; None = not bounded."""
+    sapo_temperature: float | Unset = "preset"
+    """objective=sapo: the steepness of the sigmoid for positive advantages."""
+    sapo_temperature_negative: float | Unset = "preset"
+    """objective=sapo: the same for the others."""
+    use_decoupled_loss: bool | Unset = "preset"
     """Clip around recomputed log-probs of the policy before the update, and weight by their ratio to the sampler's."""
-    behave_imp_weight_cap: float | None = 5.0
-    """Decoupled loss: tokens whose weight exceeds this are left out; None = none are."""
+    correction: str | Unset = "preset"
+    """Decoupled loss: of which that weight is taken: token; sequence = the product over a completion; geometric = its
+    geometric mean; or a function's import string."""
+    correction_bound: Literal["mask", "truncate", "preset"] = "preset"
+    """Decoupled loss: what becomes of weights beyond behave_imp_weight_cap and _floor: the tokens are left out, or the
+    weight is held there."""
+    behave_imp_weight_cap: float | Unset | None = "preset"
+    """Decoupled loss: the largest weight; None = not bounded."""
+    behave_imp_weight_floor: float | Unset | None = "preset"
+    """Decoupled loss: the smallest weight; None = not bounded."""
+    second_moment: float | Unset | None = "preset"
+    """Decoupled loss: tokens that a clip could hold are left out, those of the largest log-weights first, until the
+    mean of the squared log-weights is at most this; None = none are."""
+    negative_mask: float | Unset | None = "preset"
+    """Decoupled loss: completions with a negative advantage are left out if the sampler's mean log-prob exceeds the
+    policy's by more than this; None = none are."""
+    kl_ctl: float | Unset = "preset"
+    """Weight of the KL penalty against the reference model `ref.path`. A preset's applies where there is one."""
+    kl: str | Unset = "preset"
+    """The estimate of that KL: k1, k2, k3 or k3_corrected; or a function's import string."""
+    kl_in: Literal["loss", "reward", "token_reward", "preset"] = "preset"
+    """Where the penalty is: in the loss, in the return of a completion as a whole, or in the returns token by token,
+    where each pays for itself and what follows."""
+    entropy_coef: float | Unset = "preset"
+    """Weight of an entropy bonus, estimated from the sampled tokens."""
+    loss_norm: str | Unset = "preset"
+    """The loss is a mean over tokens, over completions, each with the mean of its tokens, or over episodes; or constant
+    = the sum over tokens divided by the completions and by loss_length; or a function's import string."""
+    loss_length: int | Unset = "preset"
+    """loss_norm=constant: the length that every completion is taken to have; by default gconfig.max_new_tokens."""
+    dynamic_sampling: bool | Unset = "preset"
+    """Groups whose rewards are all equal are dropped, and other tasks take their place in the batch."""
     recompute_logprob: Literal[True, False, "auto"] = "auto"
     """Clip around the trainer's log-probs in place of the sampler's; auto = once they have been seen to differ. With
     rollout.max_head_offpolicyness > 0 this implies the decoupled loss, which keeps the weight of the sampler's."""
@@ -125,25 +237,15 @@ class ActorConfig(Resources):
             f"attention varlen is for ranks in bfloat16, got backend {self.backend!r} and dtype {self.dtype}; set them "
             "to fsdp:d1 or more and bfloat16, or leave attention out",
         )
-        require(0 < self.eps_clip < 1, f"eps_clip must lie in (0, 1), got {self.eps_clip}")
-        require(
-            self.eps_clip_higher is None or self.eps_clip_higher > 0,
-            f"eps_clip_higher must be > 0, got {self.eps_clip_higher}; leave it out to use eps_clip",
-        )
-        require(
-            self.dual_clip is None or self.dual_clip > 1,
-            f"dual_clip must be > 1, got {self.dual_clip}; use null for no bound",
-        )
-        require(
-            self.behave_imp_weight_cap is None or self.behave_imp_weight_cap > 0,
-            f"behave_imp_weight_cap must be > 0, got {self.behave_imp_weight_cap}; use null for no cap",
-        )
-        for name in ("gae_lambda", "discount"):
-            require(0 <= getattr(self, name) <= 1, f"{name} must lie in [0, 1], got {getattr(self, name)}")
-        require(self.kl_ctl >= 0, f"kl_ctl must be >= 0, got {self.kl_ctl}")
-        require(self.kl_ctl < math.inf, f"kl_ctl must be finite, got {self.kl_ctl}")
+        self._check_algorithm()
         require(self.max_tokens_per_mb >= 1, f"max_tokens_per_mb must be >= 1, got {self.max_tokens_per_mb}")
         require(self.ppo_n_minibatches >= 1, f"ppo_n_minibatches must be >= 1, got {self.ppo_n_minibatches}")
+
+    def _check_algorithm(self) -> None:
+        """Values by themselves; `Algorithm.check` knows combinations."""
+        for name, (fits, rule) in _RANGES.items():
+            value = getattr(self, name)
+            require(value in (None, "preset") or fits(value), f"{name} must {rule.format(value=value)}")
 
 
 @dataclass
@@ -151,7 +253,36 @@ class ReferenceConfig:
     """The reference model of the KL penalty."""
 
     path: str = ""
-    """The frozen model that the KL penalty compares with, usually the same as actor.path; empty = none."""
+    """The frozen model that the KL penalty compares with, usually the same as actor.path; empty = none. For DPO: what
+    log-ratios are taken to; empty = the model that the run starts from."""
+    offload: bool = False
+    """Between two batches its weights are in the host's memory, and not in that of the device."""
+
+
+@dataclass
+class TeacherConfig:
+    """The model that the policy is distilled from, on what it samples itself."""
+
+    path: str = ""
+    """The frozen teacher, which has the policy's tokenizer; empty = none. It is computed where the actor is."""
+    weight: float = 1.0
+    """What log teacher - log policy of a token counts as its advantage."""
+    discount: float = 0.0
+    """What the tokens that follow count for a token, each less by this factor: 0 = nothing, 1 = the reverse KL of whole
+    completions is minimised."""
+    with_rewards: bool = False
+    """Rewards teach too: their advantages are added. False = they are only written down."""
+    offload: bool = False
+    """Between two batches its weights are in the host's memory, and not in that of the device."""
+
+    def __post_init__(self) -> None:
+        require(0 < self.weight < math.inf, f"weight must be > 0, got {self.weight}; leave path empty for no teacher")
+        require(0 <= self.discount <= 1, f"discount must lie in [0, 1], got {self.discount}")
+
+    @property
+    def alone(self) -> bool:
+        """Nothing else teaches."""
+        return self.path != "" and not self.with_rewards
 
 
 @dataclass
@@ -248,6 +379,32 @@ class MetricsConfig:
             f"port must lie in [0, 65535], got {self.port}; use 0 for a free one, or null for none",
         )
         require(self.host != "", "host must be an address, got none; use 127.0.0.1 for this machine alone")
+
+
+TRACKERS = ("wandb", "mlflow", "trackio", "swanlab")
+
+
+@dataclass
+class TrackingConfig:
+    """What the trackers of a run are told: docs/trackers.md."""
+
+    project: str = ""
+    """The project, or MLflow's experiment, that the run belongs to; empty = experiment_name."""
+    name: str = ""
+    """The run's name there; empty = that of its directory, which is trial_name."""
+    offline: bool = False
+    """Write files in the run's directory and send nothing."""
+    rollouts_every: int | None = 20
+    """After the first step and every this many, some conversations are shown; None = never."""
+    rollouts: int = 4
+    """How many."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.rollouts_every is None or self.rollouts_every >= 1,
+            f"rollouts_every must be >= 1, got {self.rollouts_every}; use null for never",
+        )
+        require(self.rollouts >= 1, f"rollouts must be >= 1, got {self.rollouts}")
 
 
 @dataclass

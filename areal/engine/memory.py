@@ -32,6 +32,33 @@ Terms = dict[str, int]
 
 
 @dataclass(frozen=True)
+class AdapterSize:
+    """An adapter that is trained in place of a model."""
+
+    rank: int
+    targets: tuple[str, ...] = ()
+    """Empty = all linear layers but the head."""
+
+    def matrices(self, shape: ModelShape) -> list[tuple[int, int]]:
+        """Inputs and outputs of every layer of a model that it changes. Those of experts are not among them."""
+        hidden, attention, kv, width = shape.hidden_size, shape.attention_width, shape.kv_width, shape.intermediate_size
+        known = {"q_proj": (hidden, attention), "k_proj": (hidden, kv), "v_proj": (hidden, kv)}
+        known["o_proj"] = (attention, hidden)
+        if not shape.experts_per_token:
+            known |= {"gate_proj": (hidden, width), "up_proj": (hidden, width), "down_proj": (width, hidden)}
+        in_layer = [known.get(name, (hidden, hidden)) for name in self.targets or known if name != "lm_head"]
+        head = [(hidden, shape.vocab_size)] if "lm_head" in self.targets else []
+        return in_layer * shape.num_layers + head
+
+    def parameters(self, shape: ModelShape) -> int:
+        return sum(self.rank * (inputs + outputs) for inputs, outputs in self.matrices(shape))
+
+    def adapted(self, shape: ModelShape) -> int:
+        """Parameters of the model in the layers that it changes."""
+        return sum(inputs * outputs for inputs, outputs in self.matrices(shape))
+
+
+@dataclass(frozen=True)
 class Training:
     """How a model is trained, as far as memory goes."""
 
@@ -45,6 +72,8 @@ class Training:
     offload: bool = False
     trie_tokens: int = 0
     """Nodes of the trie that the sequences of a group form; 0 = they share nothing, and need no mask."""
+    adapter: AdapterSize | None = None
+    """None = the whole model is trained."""
 
     @property
     def data(self) -> int:
@@ -72,13 +101,19 @@ def own_parameters(shape: ModelShape, training: Training) -> int:
     return (layers // training.tensor + whole) // training.data
 
 
+def trained_parameters(shape: ModelShape, training: Training) -> int:
+    """Those of the process that have a gradient and moments. An adapter is whole on every rank."""
+    return own_parameters(shape, training) if training.adapter is None else training.adapter.parameters(shape)
+
+
 def state_terms(shape: ModelShape, training: Training) -> Terms:
-    """What a model that is trained keeps from step to step: 16 bytes for each parameter of the process."""
-    own = own_parameters(shape, training)
+    """What a model that is trained keeps from step to step: 16 bytes for each parameter of the process. Of one with an
+    adapter: 16 for each of the adapter's, and 4 for the others."""
+    own, trained = own_parameters(shape, training), trained_parameters(shape, training)
     terms = {
-        "weights": FLOAT_BYTES * own,
-        "gradients": FLOAT_BYTES * own,
-        "optimizer": MOMENTS * FLOAT_BYTES * own,
+        "weights": FLOAT_BYTES * (own if training.adapter is None else own + trained),
+        "gradients": FLOAT_BYTES * trained,
+        "optimizer": MOMENTS * FLOAT_BYTES * trained,
     }
     if _packed(shape, training):
         # model/decoder.py: cosines and sines of every position.
@@ -86,9 +121,9 @@ def state_terms(shape: ModelShape, training: Training) -> Terms:
     return terms
 
 
-def frozen_terms(shape: ModelShape, training: Training) -> Terms:
-    """A reference model: weights alone. Its passes keep nothing, so they need less than those that train."""
-    return {"reference": FLOAT_BYTES * own_parameters(shape, training)}
+def frozen_bytes(shape: ModelShape, training: Training) -> int:
+    """Of a model that is not trained: its weights. Passes keep nothing, so they need less than those that train."""
+    return FLOAT_BYTES * own_parameters(shape, training)
 
 
 def pass_terms(shape: ModelShape, training: Training) -> Terms:
@@ -112,7 +147,14 @@ def pass_terms(shape: ModelShape, training: Training) -> Terms:
 
 def layer_token_bytes(shape: ModelShape, training: Training) -> int:
     """What autograd keeps of one token in one layer."""
-    return sum(_layer_blocks(shape, training))
+    return sum(_layer_blocks(shape, training)) + _low_rank_bytes(shape, training)
+
+
+def _low_rank_bytes(shape: ModelShape, training: Training) -> int:
+    """What A makes of a token in one layer; the layers' inputs are kept anyway."""
+    if training.adapter is None:
+        return 0
+    return training.item_bytes * training.adapter.rank * len(training.adapter.matrices(shape)) // shape.num_layers
 
 
 def _layer_blocks(shape: ModelShape, training: Training) -> list[int]:
@@ -194,7 +236,7 @@ def _head_bytes(shape: ModelShape, training: Training) -> int:
     """
     rows = _logit_rows(shape, training)
     logits = FLOAT_BYTES * rows * shape.vocab_size
-    matrix = _head_matrix_bytes(shape, training)
+    matrix = _head_gradient_bytes(shape, training)
     if _packed(shape, training):
         rounded = ITEM_BYTES["bfloat16"] / FLOAT_BYTES if training.item_bytes < FLOAT_BYTES else 0
         return int((1 + rounded) * (logits + matrix))
@@ -215,17 +257,25 @@ def _layer_gradient_bytes(shape: ModelShape, training: Training) -> int:
     """Gradients on their way through the layer that comes first, the last one: of gate and up, and of a matrix."""
     width = 2 * shape.intermediate_size // training.tensor
     matrix = FLOAT_BYTES * shape.hidden_size * width
+    if training.adapter is not None:  # in its place what B makes, before it is added
+        matrix = training.tokens * training.item_bytes * width
     return training.tokens * training.item_bytes * width + matrix + _waiting_bytes(shape, training)
 
 
 def _waiting_bytes(shape: ModelShape, training: Training) -> int:
     """The gradient of a tied head waits for the embedding's while the layers are computed."""
-    return _head_matrix_bytes(shape, training) if shape.tied_embeddings else 0
+    return _head_gradient_bytes(shape, training) if shape.tied_embeddings else 0
 
 
 def _embedding_gradient_bytes(shape: ModelShape, training: Training) -> int:
     """At the end of a pass, when the activations are gone."""
-    return (2 if shape.tied_embeddings else 1) * _head_matrix_bytes(shape, training)
+    return (2 if shape.tied_embeddings else 1) * _head_gradient_bytes(shape, training)
+
+
+def _head_gradient_bytes(shape: ModelShape, training: Training) -> int:
+    """Nothing, if the head is frozen; one with an adapter is put together for the pass."""
+    frozen = training.adapter is not None and "lm_head" not in training.adapter.targets
+    return 0 if frozen else _head_matrix_bytes(shape, training)
 
 
 def _head_matrix_bytes(shape: ModelShape, training: Training) -> int:
@@ -242,6 +292,8 @@ def gathered_bytes(shape: ModelShape, training: Training) -> int:
     """
     item, layer = training.item_bytes, shape.layer_parameters // training.tensor
     outside = shape.embedding_parameters + shape.head_parameters // training.tensor + shape.other_parameters
+    if training.adapter is not None:  # nothing of the model has a gradient
+        return item * (3 * layer + outside)
     return (4 * item + FLOAT_BYTES) * layer + item * outside
 
 
@@ -278,6 +330,8 @@ class Serving:
     """That the server spreads the model over."""
     kernel: str = "auto"
     """As `rollout.kernel`; auto is taken to be native on a CPU."""
+    adapter: AdapterSize | None = None
+    """That it is given in place of whole models."""
 
 
 def kv_token_bytes(shape: ModelShape, serving: Serving) -> int:
@@ -290,6 +344,9 @@ def embedded_terms(shape: ModelShape, serving: Serving, memory_bytes: int, *, on
     item, token = ITEM_BYTES[serving.dtype], kv_token_bytes(shape, serving)
     own = shape.parameters * item
     terms = {"weights": shape.parameters * FLOAT_BYTES if on_cpu else own}
+    if serving.adapter is not None:
+        # model/live.py: what the model has in these layers without the adapter, and what they will have with the next.
+        terms["adapted layers"] = 2 * serving.adapter.adapted(shape) * (FLOAT_BYTES if on_cpu else item)
     packs = on_cpu and serving.kernel != "torch" and shape.family in FAMILIES
     if packs and own <= PACKED_MEMORY_SHARE * memory_bytes:
         terms["packed weights"] = own

@@ -18,17 +18,18 @@ from areal.config.training import ActorConfig
 from areal.engine.memory import (
     FLOAT_BYTES,
     MOMENTS,
+    AdapterSize,
     Serving,
     Terms,
     Training,
     embedded_terms,
-    frozen_terms,
+    frozen_bytes,
     heap_bytes,
     kv_token_bytes,
-    own_parameters,
     pass_terms,
     server_terms,
     state_terms,
+    trained_parameters,
     trie_tokens,
 )
 from areal.engine.model.architecture import FAMILIES
@@ -43,6 +44,8 @@ GPU_RUNTIME_BYTES = int(0.6 * GIB)
 """CUDA's context and the libraries' work spaces. An assumption: nothing was run on a GPU."""
 USABLE_SHARE = 0.95
 """Of a device or a host: allocators need room to move."""
+FROZEN = {"ref": "reference", "teacher": "teacher"}
+"""Sections of models that are not trained, and what their memory is called."""
 PUBLISHED_VERSIONS = 2
 UTILISATION = {
     "vllm": (("--gpu-memory-utilization",), 0.9),
@@ -148,7 +151,9 @@ def plan(
             here.append((engines.place, _on_one_host(engines, machine), on_host))
         if not config.rollout.in_process:
             here.append(("rollout workers", config.rollout.num_workers, {"runtime": WORKER_BYTES}))
-        published = {"two versions of the weights": PUBLISHED_VERSIONS * FLOAT_BYTES * shape.parameters}
+        adapter = _adapter(config.actor)
+        size = shape.parameters if adapter is None else adapter.parameters(shape)
+        published = {"two versions of the weights": PUBLISHED_VERSIONS * FLOAT_BYTES * size}
         demands.append(Demand("shared memory", published, machine.shm_bytes))
         here.append(("shared memory", 1, published))
         demands = _shared_gpu(config, demands)
@@ -181,21 +186,21 @@ def _trainer_demand(
 ) -> tuple[Demand, Terms]:
     """Of each process that trains, and what it needs of its host."""
     actor, training = config.actor, _training(config, prompt_tokens)
-    trained = [each for name, each in models.items() if name != "ref"]
-    device, host = _trainer_terms(trained, models.get("ref"), training), Terms()
+    trained, frozen = _trained(models, training), _frozen(config, models)
+    device, host = _trainer_terms(trained, frozen, training), Terms()
     on_gpu = machine.gpu_bytes > 0 and actor.device != "cpu" and actor.gpus != 0
     if actor.offload:
-        moved = {name: device.pop(name, 0) for name in ("weights", "gradients", "optimizer", "reference")}
+        moved = {name: device.pop(name, 0) for name in ("weights", "gradients", "optimizer", *frozen)}
         host |= {f"{name}, offloaded": size for name, size in moved.items() if size}
     if on_gpu or training.ranks is not None:
-        own = sum(own_parameters(each, training) for each in trained)
+        own = sum(trained_parameters(each, each_training) for each, each_training in trained)
         host["checkpoint copies"] = (1 + MOMENTS) * FLOAT_BYTES * own
     host["runtime"] = HOST_RUNTIME_BYTES
     ranks = training.data * training.tensor
     if on_gpu:
         terms = {**device, "runtime": GPU_RUNTIME_BYTES}
         return Demand(_who(config), terms, _usable(machine.gpu_bytes), ranks), host
-    device["heap"] = max(heap_bytes(each, training) for each in trained)
+    device["heap"] = max(heap_bytes(*each) for each in trained)
     return Demand(_who(config), {**device, **host}, None, ranks), {**device, **host}
 
 
@@ -211,18 +216,39 @@ def _training(config: ExperimentConfig, prompt_tokens: int) -> Training:
         tokens = max(tokens, config.gconfig.max_new_tokens)
         trie = trie_tokens(prompt_tokens, config.gconfig.max_new_tokens, config.gconfig.n_samples)
     ranks = Ranks.parse(actor.backend) if actor.backend else None
-    return Training(tokens, ranks, actor.dtype, actor.gradient_checkpointing, actor.offload, trie)
+    return Training(tokens, ranks, actor.dtype, actor.gradient_checkpointing, actor.offload, trie, _adapter(actor))
 
 
-def _trainer_terms(trained: Sequence[ModelShape], reference: ModelShape | None, training: Training) -> Terms:
+def _adapter(actor: ActorConfig) -> AdapterSize | None:
+    return None if actor.lora.rank is None else AdapterSize(actor.lora.rank, tuple(actor.lora.targets))
+
+
+def _trained(models: Mapping[str, ModelShape], training: Training) -> list[tuple[ModelShape, Training]]:
+    """Every model that is trained. Only the actor has an adapter."""
+    others = replace(training, adapter=None)
+    return [(each, training if name == "actor" else others) for name, each in models.items() if name not in FROZEN]
+
+
+def _frozen(config: ExperimentConfig, models: Mapping[str, ModelShape]) -> dict[str, ModelShape]:
+    """What is held beside the models that are trained: not the model of an adapter, which is there already."""
+
+    def is_there(name: str) -> bool:
+        return config.actor.lora.rank is not None and getattr(config, name).path == config.actor.path
+
+    return {FROZEN[name]: each for name, each in models.items() if name in FROZEN and not is_there(name)}
+
+
+def _trainer_terms(
+    trained: Sequence[tuple[ModelShape, Training]], frozen: Mapping[str, ModelShape], training: Training
+) -> Terms:
     """State adds up over the models; of their passes the largest counts."""
     terms: Terms = {}
-    for shape in trained:
-        for name, size in state_terms(shape, training).items():
+    for each in trained:
+        for name, size in state_terms(*each).items():
             terms[name] = terms.get(name, 0) + size
-    if reference is not None:
-        terms |= frozen_terms(reference, training)
-    passes = [pass_terms(shape, training) for shape in trained]
+    for name, shape in frozen.items():
+        terms[name] = frozen_bytes(shape, training)
+    passes = [pass_terms(*each) for each in trained]
     return terms | max(passes, key=lambda each: sum(each.values()))
 
 
@@ -235,7 +261,7 @@ def _engine_demand(config: PPOConfig, shape: ModelShape, machine: HostMemory, pr
     backend = Backend.parse(rollout.backend)
     length = min(prompt_tokens + config.gconfig.max_new_tokens, shape.max_positions or prompt_tokens)
     sequences = -(-rollout.max_concurrent_rollouts // backend.servers)
-    serving = Serving(sequences, length, rollout.dtype, backend.gpus_each, rollout.kernel)
+    serving = Serving(sequences, length, rollout.dtype, backend.gpus_each, rollout.kernel, _adapter(config.actor))
     on_gpu = machine.gpu_bytes > 0 and rollout.device != "cpu" and rollout.gpus != 0
     if backend.kind == "embedded":
         memory = machine.gpu_bytes if on_gpu else machine.host_bytes

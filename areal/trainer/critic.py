@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from areal.algorithms.values import explained_variance, gae
+from areal.algorithms.values import Turns, explained_variance, gae
 from areal.config.training import ActorConfig, CriticConfig
 from areal.engine.training.engine import TokenBatch
 from areal.engine.training.figures import Figures
@@ -22,22 +22,35 @@ PREFIX = "critic/"
 
 class ValueUpdate:
     def __init__(
-        self, engine: Critic, config: CriticConfig, actor: ActorConfig, *, directory: Path | None = None
+        self,
+        engine: Critic,
+        config: CriticConfig,
+        actor: ActorConfig,
+        *,
+        turn_discount: float = 1.0,
+        directory: Path | None = None,
     ) -> None:
-        """`directory`: where the batch of an update that is not finite is saved; None = nowhere."""
+        """`turn_discount`: that of the returns. `directory`: where the batch of an update that is not finite is saved;
+        None = nowhere."""
         self._engine = engine
         self._config = config
         self._actor = actor
+        self._turn_discount = turn_discount
         self._directory = directory
         self.explained_variance: float | None = None
         """Of the discounted returns of the newest batch, by the values before it; None = the returns are equal."""
 
-    def advantages(self, batch: TokenBatch, returns: Tensor, completions: Tensor) -> Tensor:
-        """Advantages [N], not normalised; `old_values` and `targets` are added to the batch's fields."""
-        actor, values = self._actor, self._engine.values(batch)
-        received = values + gae(returns, values, completions, actor.discount)
+    def advantages(self, batch: TokenBatch, returns: Tensor, discount: float, gae_lambda: float) -> Tensor:
+        """Advantages [N], not normalised; `old_values` and `targets` are added to the batch's fields.
+
+        They go through turns if the batch has a field `parents`.
+        """
+        values, completions = self._engine.values(batch), batch.fields["completions"]
+        parents = batch.fields.get("parents")
+        turns = None if parents is None else Turns(parents, self._turn_discount)
+        received = values + gae(returns, values, completions, discount, turns=turns)
         self.explained_variance = explained_variance(values, received)
-        estimates = gae(returns, values, completions, actor.discount, actor.gae_lambda)
+        estimates = gae(returns, values, completions, discount, gae_lambda, turns)
         batch.fields["old_values"] = values
         batch.fields["targets"] = (values + estimates).to(values.dtype)
         return estimates.to(values.dtype)

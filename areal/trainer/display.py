@@ -1,47 +1,73 @@
-"""What a person sees of a run, on stderr: progress, notices at its start and its end, whole conversations.
+"""What a person sees of a run, on stderr, while it goes on; what is said at its start and end is in `notices.py`.
 
 `Progress` is a live bar in a terminal and about twenty plain lines anywhere else; `Announcer` is the same for a slow
-preparation. The functions below make what they print: conversations as panels, notices as text.
-
-Model output is shown, never obeyed: markup and control characters in it are printed, not interpreted.
+preparation. Lines are broken between words, never inside one. Nobody has to read them: a pipe that is closed at its
+other end does not end a run.
 """
 
-import json
 import logging
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.live import Live
-from rich.padding import Padding
-from rich.panel import Panel
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
-from rich.progress import Progress as Bar
-from rich.status import Status
+from rich.progress_bar import ProgressBar
+from rich.table import Table
 from rich.text import Text
 
-from areal.api.messages import Episode
 from areal.utils.closing import Closing
 from areal.utils.logging import ROOT
 from areal.utils.shorten import duration
 
 PLAIN_LINES = 20
 """About how many lines a whole run prints where there is no terminal."""
+LEAST_BAR = 10
+"""Columns of a bar; where there is no room for it there is none."""
+LEAST_SPARK, MOST_SPARK = 8, 40
+"""Columns of the curve in the live line."""
+MOST_POINTS = 512
+"""That the curve is drawn from."""
+SPARKS = "▁▂▃▄▅▆▇█"
 
-FIGURES: dict[str, Callable[[float], str]] = {
-    "nll": lambda value: f"loss {value:.3f}",
-    "reward": lambda value: f"reward {value:.2f}",
-    "eval_reward": lambda value: f"held-out {value:.2f}",
-    "tokens_per_second": lambda value: f"{value:,.0f} tok/s",
-    "staleness": lambda value: f"staleness {value:.1f}",
-    "rejected": lambda value: f"rejected {value:.0f}",
-    "equal_steps": lambda value: f"bit-equal {value:.0f}",
+
+@dataclass(frozen=True)
+class ShownFigure:
+    """A number that is shown of a step."""
+
+    show: Callable[[float], str]
+    meaning: str
+    """For the legend; empty = it says what it is."""
+
+
+FIGURES = {
+    "nll": ShownFigure(lambda value: f"loss {value:.3f}", "mean negative log-likelihood of the learned tokens"),
+    "reward": ShownFigure(lambda value: f"reward {value:.2f}", "mean over the step's episodes"),
+    "accuracy": ShownFigure(lambda value: f"right {value:.0%}", "the chosen answer is ahead"),
+    "eval_accuracy": ShownFigure(lambda value: f"held-out right {value:.0%}", "the same of pairs that are not trained"),
+    "eval_reward": ShownFigure(lambda value: f"held-out {value:.2f}", "mean reward on tasks that are not trained"),
+    "tokens_per_second": ShownFigure(lambda value: f"{value:,.0f} tok/s", "sampled tokens trained in a second"),
+    "staleness": ShownFigure(
+        lambda value: f"staleness {value:.1f}", "updates of the weights between sampling and training, on average"
+    ),
+    "rejected": ShownFigure(lambda value: f"rejected {value:.0f}", "episodes so far that failed or were too old"),
+    "equal_steps": ShownFigure(lambda value: f"bit-equal {value:.0f}", ""),
 }
-"""Figures that are shown, in this order, and how each reads."""
+"""Figures that are shown, in this order."""
+CURVE = "reward"
+"""The figure whose course is drawn."""
+
+
+class PatientConsole(Console):
+    """If what reads it is gone, nothing more is printed and the program goes on."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
 
 
 class Progress(Closing):
@@ -56,94 +82,202 @@ class Progress(Closing):
         start_step: int = 0,
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        quiet: bool = False,
     ) -> None:
-        self.console = console or Console(stderr=True)
+        """A quiet one shows only what is said by `say`."""
+        self.console = console or PatientConsole(stderr=True)
         self._total, self._start = total_steps, start_step
         self._clock = clock
+        self._quiet = quiet
         self._first: tuple[int, float] | None = None
         self._shown: dict[str, float] = {}
+        self._curve = Curve()
         self._printed_share = -1
+        self._has_legend = False
         self._bar: _LiveBar | None = None
 
     def update(self, step: int, row: Mapping[str, float | None]) -> None:
         """Show that `step` steps are done, of which `row` holds the latest numbers."""
-        self._shown.update({key: row[key] for key in FIGURES if row.get(key) is not None})  # type: ignore[misc]
+        known = {key: value for key in FIGURES if (value := row.get(key)) is not None}
+        self._shown.update(known)
+        if CURVE in known:
+            self._curve.add(known[CURVE])
+        if self._quiet:
+            return
         if self._first is None:
-            self._begin(step)
-        if self._bar is not None:
-            self._bar.update(step, self._facts(), self._eta(step))
+            self._first = (step, self._clock())
+        if known.keys() & {"nll", CURVE} and not self._has_legend:
+            self._has_legend = True
+            self.note(legend(self._shown))
+        if self.console.is_interactive:
+            self._bar = self._bar or _LiveBar(self.console, self._total, self._times)
+            self._bar.update(step, self._facts(), self._curve)
         else:
             self._print_sometimes(step)
 
     def say(self, what: RenderableType) -> None:
         """Print above the bar. Brackets in a text are printed, not taken for markup."""
-        plain = isinstance(what, str)
-        self.console.print(what, markup=False, highlight=False, emoji=False, soft_wrap=plain)
+        show(self.console, what)
+
+    def note(self, what: RenderableType) -> None:
+        """The same for what a quiet run leaves out."""
+        if not self._quiet:
+            self.say(what)
 
     @contextmanager
     def spinner(self, text: str) -> Iterator[None]:
         """Say what the run is waiting for, and at the end how long that took."""
         began = self._clock()
-        if self._bar is None and self.console.is_terminal:
-            with self.console.status(Text(f"{text} …")):
-                yield
-        else:
-            self.say(f"{text} …")
+        with self.waiting(text):
+            if not self.console.is_interactive:
+                self.note(f"{text} …")
             yield
-        self.say(f"{text}: {self._clock() - began:.1f} s")
+        self.note(f"{text}: {self._clock() - began:.1f} s")
+
+    def waiting(self, text: str) -> AbstractContextManager[Any]:
+        """Show what the run is doing besides its steps, for as long as that takes; only in a terminal."""
+        if self._bar is not None:
+            return self._bar.doing(text)
+        return nullcontext() if self._quiet else waiting(text, self.console)
 
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
             self._bar = None
 
-    def _begin(self, step: int) -> None:
-        """The bar starts with the first numbers, so that set-up phases have the terminal to themselves."""
-        self._first = (step, self._clock())
-        if self.console.is_terminal:
-            self._bar = _LiveBar(self.console, self._total)
+    def _facts(self) -> list[str]:
+        return [figure.show(self._shown[key]) for key, figure in FIGURES.items() if key in self._shown]
 
-    def _facts(self) -> str:
-        return "  ".join(show(self._shown[key]) for key, show in FIGURES.items() if key in self._shown)
-
-    def _eta(self, step: int) -> str:
+    def _times(self, step: int) -> str:
+        """`1 min 3 s, 2 min 20 s left`"""
         assert self._first is not None
         first_step, began = self._first
-        done, left = step - first_step, self._total - step
+        elapsed, done, left = self._clock() - began, step - first_step, self._total - step
         if left <= 0 or done <= 0:
-            return ""
-        return f"{duration((self._clock() - began) / done * left)} left"
+            return duration(elapsed)
+        return f"{duration(elapsed)}, {duration(elapsed / done * left)} left"
 
     def _print_sometimes(self, step: int) -> None:
         share = (step - self._start) * PLAIN_LINES // max(1, self._total - self._start)
         if share == self._printed_share:
             return
         self._printed_share = share
-        self.say("  ".join(part for part in (f"step {step}/{self._total}", self._facts(), self._eta(step)) if part))
+        self.say("  ".join([f"step {step}/{self._total}", *self._facts(), self._times(step)]))
+
+
+def legend(shown: Mapping[str, float]) -> Text:
+    """What the figures of a step mean."""
+    meanings = {
+        " ".join(word for word in figure.show(0.0).split() if not word[0].isdigit()): figure.meaning
+        for key, figure in FIGURES.items()
+        if key in shown and figure.meaning
+    }
+    width = max(map(len, meanings), default=0)
+    return Text("\n".join(f"{name:{width}}  {meaning}" for name, meaning in meanings.items()), style="dim")
+
+
+class Curve:
+    """The course of a figure in so many points, whatever the number of steps."""
+
+    def __init__(self) -> None:
+        self._points: list[float] = []
+        self._steps_per_point = 1
+        self._pending: list[float] = []
+
+    def add(self, value: float) -> None:
+        self._pending.append(value)
+        if len(self._pending) < self._steps_per_point:
+            return
+        self._points.append(_mean(self._pending))
+        self._pending = []
+        if len(self._points) == MOST_POINTS:
+            self._points = [_mean(self._points[i : i + 2]) for i in range(0, MOST_POINTS, 2)]
+            self._steps_per_point *= 2
+
+    def drawn(self, columns: int) -> str:
+        """From its beginning to now, a character for each stretch of steps; rewards in [0, 1] on that scale."""
+        points = self._points
+        if not points:
+            return ""
+        columns = min(columns, len(points))
+        ends = [len(points) * column // columns for column in range(columns + 1)]
+        means = [_mean(points[begin:end]) for begin, end in pairwise(ends)]
+        low, high = min([0.0, *means]), max([1.0, *means])
+        if low < 0 or high > 1:
+            low, high = min(means), max(means)
+        top = len(SPARKS) - 1
+        return "".join(SPARKS[round(top * (mean - low) / (high - low)) if high > low else 0] for mean in means)
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
 
 
 class _LiveBar:
-    """A bar with a line of figures under it; log lines go above it."""
+    """A bar with figures under it; log lines go above it."""
 
-    def __init__(self, console: Console, total: int) -> None:
-        self._bar = Bar(
-            TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None), TextColumn("{task.fields[eta]}")
-        )
-        self._bar.expand = True
-        self._task = self._bar.add_task("", total=total, eta="")
-        self._facts = Text()
-        self._live = Live(console=console, get_renderable=lambda: Group(self._bar.get_renderable(), self._facts))
+    def __init__(self, console: Console, total: int, times: Callable[[int], str]) -> None:
+        """`times`: what is said of a step's time, asked whenever the bar is drawn."""
+        self._total, self._times = total, times
+        self._step, self._facts, self._curve = 0, [""], Curve()
+        self._doing = ""
+        self._live = Live(self, console=console)
         stderr = sys.stderr
         self._live.start()
         self._restore_logs = _redirect_logs(stderr)
 
-    def update(self, step: int, facts: str, eta: str) -> None:
-        self._bar.update(self._task, completed=step, eta=eta)
-        self._facts = Text(facts)
+    def update(self, step: int, facts: list[str], curve: Curve) -> None:
+        self._step, self._facts, self._curve = step, facts, curve
+
+    @contextmanager
+    def doing(self, text: str) -> Iterator[None]:
+        self._doing = text
+        try:
+            yield
+        finally:
+            self._doing = ""
 
     def close(self) -> None:
         self._restore_logs()
         self._live.stop()
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = options.max_width
+        yield BarLine(f"step {self._step}/{self._total}", self._step / self._total, self._times(self._step))
+        others = cell_len("  ".join(self._facts)) + 1
+        room = min(MOST_SPARK, max(LEAST_SPARK, width - others))
+        drawn = self._curve.drawn(room)
+        facts = [f"{fact} {drawn}" if drawn and fact.startswith(CURVE) else fact for fact in self._facts]
+        yield Text("\n".join(filled(facts + ([f"{self._doing} …"] if self._doing else []), width, "  ")))
+
+
+class BarLine:
+    """What is done, a bar, and the time it takes, on one line if there is room, else on two without the bar."""
+
+    def __init__(self, what: str, share: float, times: str) -> None:
+        self._what, self._share, self._times = what, min(1.0, share), times
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        room = options.max_width - cell_len(self._what) - cell_len(self._times) - 2
+        if room < LEAST_BAR:
+            yield Text("\n".join(filled([self._what, self._times], options.max_width, "  ")))
+            return
+        line = Table.grid(padding=(0, 1), pad_edge=False)
+        line.add_row(Text(self._what), ProgressBar(1.0, self._share, width=room), Text(self._times))
+        yield line
+
+
+def filled(parts: list[str], width: int, between: str, indent: str = "") -> list[str]:
+    """Lines of parts, as many as there is room for on each; a part that is wider than a line has one of its own."""
+    lines = [parts[0]]
+    for part in parts[1:]:
+        longer = f"{lines[-1]}{between}{part}"
+        if cell_len(longer) <= width:
+            lines[-1] = longer
+        else:
+            lines.append(f"{indent}{part}")
+    return lines
 
 
 def _redirect_logs(before: Any) -> Callable[[], None]:
@@ -161,192 +295,73 @@ def _redirect_logs(before: Any) -> Callable[[], None]:
 
 
 class Announcer(Closing):
-    """Reports on a slow preparation: one changing line in a terminal, elsewhere its first and its last report.
+    """Reports on a slow preparation: a bar with an estimate in a terminal, elsewhere its first and its last report.
 
     Prints nothing if it is never called.
     """
 
-    def __init__(self, console: Console | None = None) -> None:
-        self._console = console or Console(stderr=True)
-        self._status: Status | None = None
+    def __init__(
+        self,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        quiet: bool = False,
+    ) -> None:
+        self._console = console or PatientConsole(stderr=True)
+        self._clock = clock
+        self._quiet = quiet
+        self._began = clock()
+        self._live: Live | None = None
         self._printed = self._last = ""
+        self._share = 0.0
 
-    def __call__(self, text: str) -> None:
-        self._last = text
-        if not self._console.is_terminal:
+    def __call__(self, text: str, share: float) -> None:
+        """`share` of the whole is done, as far as can be said."""
+        self._last, self._share = text, share
+        if self._quiet:
+            return
+        if not self._console.is_interactive:
             if not self._printed:
                 self._print(text)
-        elif self._status is None:
-            self._status = self._console.status(Text(text))
-            self._status.start()
-        else:
-            self._status.update(Text(text))
+        elif self._live is None:
+            self._live = Live(get_renderable=self._line, console=self._console, transient=True)
+            self._live.start()
 
     def close(self) -> None:
-        if self._status is not None:
-            self._status.stop()
-        if self._last != self._printed:
-            self._print(self._last)
+        if self._live is not None:
+            self._live.stop()
+        if not self._quiet and self._last != self._printed:
+            self._print(f"{self._last}, {duration(self._clock() - self._began)}")
+
+    def _line(self) -> BarLine:
+        elapsed, share = self._clock() - self._began, self._share
+        left = f"about {duration(elapsed / share * (1 - share))} left" if 0 < share < 1 else ""
+        times = [duration(elapsed), "not much longer" if share >= 1 else left]
+        return BarLine(self._last, share, ", ".join(filter(None, times)))
 
     def _print(self, text: str) -> None:
         self._printed = text
-        self._console.print(Text(text), soft_wrap=True)
+        show(self._console, text)
 
 
-SHOWN_CHARACTERS = 600
-SHOWN_LINES = 12
-COLOURS = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
+def waiting(text: str, console: Console | None = None) -> AbstractContextManager[Any]:
+    """Show what is awaited, for the length of a `with` block; only in a terminal."""
+    console = console or PatientConsole(stderr=True)
+    return console.status(Text(f"{text} …")) if console.is_interactive else nullcontext()
 
 
-def render_episode(episode: Episode, title: str = "") -> Panel:
-    """One whole conversation with its rewards; what is left out of long contents is counted."""
-    parts = [part for message in episode.messages for part in _render_message(message)]
-    return Panel(
-        Group(*parts) if parts else Text("no messages were recorded", style="dim"),
-        title=Text(title) if title else None,
-        title_align="left",
-        subtitle=Text(_episode_facts(episode)),
-        subtitle_align="left",
-        border_style="dim",
-    )
+def say(what: RenderableType) -> None:
+    """Print where there is no `Progress` yet."""
+    show(PatientConsole(stderr=True), what)
 
 
-def _episode_facts(episode: Episode) -> str:
-    oldest, newest = episode.oldest_version, episode.newest_version
-    facts = [f"reward {episode.reward:g}", _count(episode.calls, "call"), _count(episode.trained_tokens, "token")]
-    if oldest is not None:
-        facts.append(f"weights {oldest}" if oldest == newest else f"weights {oldest}–{newest}")
-    facts.append(f"{episode.seconds:.2f} s")
-    return " · ".join(facts)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
-
-
-def _render_message(message: Mapping[str, Any]) -> list[Text | Padding]:
-    role = str(message.get("role", "?"))
-    head = Text(role, style=f"bold {COLOURS.get(role, 'white')}")
-    if message.get("reward") is not None:
-        head.append(f"  reward {message['reward']:g}", style="bold")
-    lines: list[Text | Padding] = [head]
-    content = _content_text(message.get("content"))
-    if content:
-        lines.append(Padding(Text(_clip(_printable(content))), (0, 0, 0, 2)))
-    calls = [_call_text(call) for call in message.get("tool_calls") or []]
-    lines.extend(Padding(Text(_clip(_printable(call)), style="yellow"), (0, 0, 0, 2)) for call in calls)
-    return lines
-
-
-def _call_text(call: Mapping[str, Any]) -> str:
-    function = call.get("function", call)
-    arguments = function.get("arguments", "")
-    if not isinstance(arguments, str):
-        arguments = json.dumps(arguments, ensure_ascii=False, separators=(",", ":"))
-    return f"→ {function.get('name', '?')}({arguments})"
-
-
-def _content_text(content: Any) -> str:
-    """Text of a message's content, which may be a list of parts; a part without text is named by its type."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if isinstance(content, list):
-        return "\n".join(_part_text(part) for part in content)
-    return str(content)
-
-
-def _part_text(part: Any) -> str:
-    if not isinstance(part, Mapping):
-        return str(part)
-    return str(part["text"]) if "text" in part else f"[{part.get('type', 'part')}]"
-
-
-def _printable(text: str) -> str:
-    return "".join(c if c.isprintable() or c == "\n" else "�" for c in text.replace("\t", "    "))
-
-
-def _clip(text: str) -> str:
-    text = text.strip("\n")
-    kept = "\n".join(text.splitlines()[:SHOWN_LINES])[:SHOWN_CHARACTERS]
-    left_out = len(text) - len(kept)
-    return kept if left_out <= 0 else f"{kept.rstrip()} … ({left_out:,} more characters)"
-
-
-def say(text: str) -> None:
-    """One line, where there is no `Progress` yet."""
-    Console(stderr=True).print(Text(text), soft_wrap=True)
-
-
-STOPPING = "stopping after the current step; press Ctrl-C again to stop at once"
-
-
-def hello(run: Path, step: int) -> str:
-    resumed = f" (resuming after step {step})" if step else ""
-    return f"run directory {run}{resumed}"
-
-
-def stopped(run: Path, step: int, total_steps: int) -> str:
-    when = f"after step {step} of {total_steps}" if step else "before the first step"
-    return f"stopped {when}; everything is saved in {run}\nto go on, give the same command with trial_name={run.name}"
-
-
-def results(summary: dict[str, Any]) -> list[str]:
-    """What a PPO run cost and how well it went, a line each."""
-    cpu = " · ".join(f"{name}: {seconds:.0f} s" for name, seconds in summary["cpu_seconds"].items())
-    return [
-        f"{summary['calls']:,} model calls, {summary['calls_per_second']:.0f} per second · "
-        f"engine busy during {summary['overlap']:.0%} of training",
-        f"processor time · {cpu}",
-        *_pauses(summary["weight_pause_seconds"]),
-        _logprobs(summary["max_logprob_difference"]),
-        *_dropped(summary),
-        *summary.get("stalls", []),
-        *(summary[name] for name in ("greedy_verdict", "verdict") if name in summary),
-    ]
-
-
-def _logprobs(difference: float | None) -> str:
-    if difference is None:
-        return "engine and trainer log-probs were not compared: no token of the weights in training had an advantage"
-    return f"engine and trainer log-probs differ by at most {difference:.0e}"
-
-
-def _dropped(summary: dict[str, Any]) -> list[str]:
-    """Whether what was dropped for its age is like what was trained."""
-    dropped, trained = summary.get("dropped", {}), summary.get("trained", {})
-    if not dropped.get("groups"):
-        return []
-    share = dropped["groups"] / (dropped["groups"] + trained["groups"])
-    compared = ", ".join(
-        f"{name} {format(dropped[key], form)} against {format(trained[key], form)}"
-        for name, key, form in (
-            ("seconds", "episode_seconds", ".2g"),
-            ("tokens", "episode_tokens", ".0f"),
-            ("reward", "episode_reward", ".2f"),
-        )
-    )
-    return [
-        f"{dropped['groups']:,} groups ({share:.1%}) were dropped as too old; their mean episode against the trained: "
-        f"{compared}; rollout.when_stale=wait trains them all"
-    ]
-
-
-def _pauses(seconds: dict[str, float]) -> list[str]:
-    if not seconds:
-        return []
-    return [
-        f"new weights held generation up for {1e3 * seconds['median']:.0f} ms (median), "
-        f"{1e3 * seconds['max']:.0f} ms at most"
-    ]
-
-
-def places(run: Path, model: Path, curve: Path | None = None) -> list[str]:
-    """Where to find what a run leaves, a line each."""
-    return [
-        *([f"curve       {curve}"] if curve else []),
-        f"run         {run}",
-        f"model       {model}",
-        f"talk to it  areal chat {model}",
-    ]
+def show(console: Console, what: RenderableType) -> None:
+    """Print; brackets in a text are no markup. In a terminal its lines are broken between words."""
+    if not isinstance(what, str | Text):
+        console.print(what, markup=False, highlight=False, emoji=False)
+        return
+    style = what.style if isinstance(what, Text) else ""
+    lines = str(what).splitlines()
+    if console.is_terminal:
+        lines = [part for line in lines for part in filled(line.split(" "), console.width, " ", indent="  ")]
+    console.print(Text("\n".join(lines), style=style), soft_wrap=True)

@@ -22,8 +22,9 @@ from typing import Any, Protocol
 from areal.api.engine_api import WeightUpdate
 from areal.api.errors import ArealError, EngineError, EngineGone, WeightMismatch, WrongWeights
 from areal.api.messages import ENGINE_ROLE, EngineAddress
-from areal.config.backend import Backend
+from areal.config.backend import VLLM_RANKS, Backend
 from areal.config.rollout import RolloutConfig
+from areal.config.training import LoraConfig
 from areal.engine.inference.group import EngineGroup
 from areal.engine.inference.remote import GENERATE_ROLE, RemoteEngine
 from areal.engine.model.device import find_device
@@ -298,6 +299,14 @@ def on_this_machine(rollout: RolloutConfig) -> RolloutConfig:
     has_gpus = device.type == "cuda" if backend.kind == "embedded" else bool(gpus_here(os.environ))
     several = backend.servers > 1 and not rollout.addresses
     return replace(rollout, device="cuda") if several and rollout.device == "auto" and has_gpus else rollout
+
+
+def with_adapters(rollout: RolloutConfig, lora: LoraConfig) -> RolloutConfig:
+    """The same for engines that are given adapters: vLLM must be told before it starts."""
+    if lora.rank is None or Backend.parse(rollout.backend).kind != "vllm":
+        return rollout
+    rank = next(each for each in VLLM_RANKS if each >= lora.rank)
+    return replace(rollout, engine_args=["--enable-lora", "--max-lora-rank", str(rank), *rollout.engine_args])
 
 
 class EngineDoor(Protocol):

@@ -61,9 +61,23 @@ class Evaluation:
         )
 
 
+def by_task(results: Sequence[GroupResult], tasks: int) -> list[GroupResult]:
+    """The results of so many tasks that were run one after the other, several times over, as one for each."""
+    return [_merged(results[place::tasks]) for place in range(tasks)]
+
+
+def _merged(results: Sequence[GroupResult]) -> GroupResult:
+    return GroupResult(
+        results[0].task_id,
+        [episode for result in results for episode in result.episodes],
+        [rejection for result in results for rejection in result.rejections],
+        {},
+    )
+
+
 @dataclass(frozen=True)
 class Difference:
-    """What training changed, task by task."""
+    """What training changed, or what another model does otherwise, task by task."""
 
     mean: float
     low: float

@@ -181,9 +181,17 @@ class Fleet(Closing):
         """How long the latest `take` waited, with enough groups ready, for others that were about to expire."""
         return self._running.expiring_wait_seconds
 
-    def evaluate(self, tasks: Sequence[dict[str, Any]], *, greedy: bool) -> list[GroupResult]:
+    def evaluate(
+        self,
+        tasks: Sequence[dict[str, Any]],
+        *,
+        greedy: bool,
+        on_result: Callable[[GroupResult], None] = lambda result: None,
+    ) -> list[GroupResult]:
+        """Each task once; `on_result` gets each result when it comes, on the event loop."""
         max_running = self._config.rollout.max_concurrent_rollouts
-        return self.cluster.wait(self._running.evaluate(tasks, greedy=greedy, max_running=max_running))
+        evaluating = self._running.evaluate(tasks, greedy=greedy, max_running=max_running, on_result=on_result)
+        return self.cluster.wait(evaluating)
 
     def publish(self, update: WeightUpdate) -> None:
         """Give the engines new weights, then let admission know."""

@@ -19,23 +19,27 @@ import numpy as np
 
 from areal.api.engine_api import WeightUpdate
 from areal.api.errors import ArealError
-from areal.api.messages import GroupResult, TrainedRow
+from areal.api.messages import Episode, GroupResult, TrainedRow
 from areal.config.loader import build
 from areal.rollout.pipeline import Tally
 from areal.store.reader import StoreReader
 from areal.store.records import StepRecord
 from areal.store.writer import StoreWriter
 from areal.trainer.curve import draw_reward_curve
-from areal.trainer.display import Progress, render_episode
+from areal.trainer.display import Progress
 from areal.trainer.evaluation import Difference, Evaluation, greedy_verdict, verdict
 from areal.trainer.logs import MetricsLog, RolloutLog, finite, read_metrics
 from areal.trainer.run_directory import RunDirectory, write_atomically
+from areal.trainer.transcript import Transcript
+from areal.trainer.update_figures import group_figures, sampled_tokens
 from areal.utils.closing import Closing
+from areal.utils.conversation import expected_of
 from areal.utils.logging import getLogger
 from areal.utils.stats_tracker import DROPPED, MAX_NAME_CHARACTERS, MAX_NAMES
 
 if TYPE_CHECKING:  # loaded by runs that need it
     from areal.trainer.exporter import Exporter
+    from areal.trainer.trackers import Trackers
 
 BEFORE, DURING, AFTER = "before", "during", "after"
 """When an evaluation is made: before the first step, between two, after the last."""
@@ -79,10 +83,12 @@ class Journal(Closing):
         first_step: int,
         account: Account,
         exporter: "Exporter | None" = None,
+        trackers: "Trackers | None" = None,
         *,
         saved_step: int = 0,
+        quiet: bool = False,
     ) -> None:
-        """`first_step` steps have been taken, of which a checkpoint has `saved_step`."""
+        """`first_step` steps have been taken, of which a checkpoint has `saved_step`. `quiet` as in `Progress`."""
         self._directory = directory
         self._store = store
         self._total_steps = total_steps
@@ -97,10 +103,11 @@ class Journal(Closing):
         self._evaluations = known or _read_evaluations(directory.held_out)
         if known:
             self._export_evaluations()
+        self._trackers = trackers
         self._stack = ExitStack()
-        self.progress = self._stack.enter_context(Progress(total_steps, first_step))
+        self.progress = self._stack.enter_context(Progress(total_steps, first_step, quiet=quiet))
         self._metrics = self._stack.enter_context(
-            MetricsLog(directory.path, first_step, exporter, board_from=saved_step)
+            MetricsLog(directory.path, first_step, exporter, board_from=saved_step, trackers=trackers)
         )
         self._rollouts = self._stack.enter_context(RolloutLog(directory.path, first_step))
         self._recorded = _Recorded({name for row in read_metrics(directory.path) for name in row})
@@ -159,6 +166,8 @@ class Journal(Closing):
         self._store.complete(step, row)
         self._rollouts.write(step, [(group.task_id, episode) for group in groups for episode in group.episodes])
         self._metrics.write(step, row)
+        if self._trackers is not None:
+            self._trackers.rollouts(step, groups)
         self.progress.update(step, row)
         if step in (1, self._total_steps // 2, self._total_steps):
             self._show_best_and_worst(step, groups)
@@ -222,9 +231,15 @@ class Journal(Closing):
         draw_reward_curve(read_metrics(self._directory.path), self._directory.curve)
 
     def _show_best_and_worst(self, step: int, groups: Sequence[GroupResult]) -> None:
-        episodes = sorted((episode for group in groups for episode in group.episodes), key=lambda each: each.reward)
-        for episode in {id(each): each for each in (episodes[0], episodes[-1])}.values():
-            self.progress.say(render_episode(episode, title=f"step {step}"))
+        episodes = sorted(((each, group.task_id) for group in groups for each in group.episodes), key=_reward)
+        with StoreReader(self._directory.path) as reader:
+            shown = [(f"step {step}, lowest reward", *episodes[0]), (f"step {step}, highest reward", *episodes[-1])]
+            for title, episode, task_id in shown[: len(episodes)]:
+                self.progress.note(Transcript(episode, title, expected_of(reader.task(task_id))))
+
+
+def _reward(of_task: tuple[Episode, int]) -> float:
+    return of_task[0].reward
 
 
 def _by_episode(groups: Sequence[GroupResult], computed: Sequence[TrainedRow]) -> dict[int, list[list[TrainedRow]]]:
@@ -275,7 +290,10 @@ def step_figures(groups: Sequence[GroupResult], version: int, policy: Mapping[st
         "episode_seconds": float(np.mean([episode.seconds for episode in episodes])),
         "truncated": float(np.mean([episode.truncated for episode in episodes])),
     }
-    return {**figures, **policy}
+    shares = {}
+    if sampled := sampled_tokens(groups):
+        shares["trained_share"] = policy.get("trained_tokens", 0.0) / sampled
+    return {**figures, **group_figures(groups), **shares, **policy}
 
 
 class _Recorded:

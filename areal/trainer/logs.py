@@ -1,6 +1,7 @@
 """What a run writes for others to read, a JSON object per line, from its store:
 
-- `MetricsLog`: the figures of each step, in RUN/metrics.jsonl, for TensorBoard in RUN/tensorboard/, and for /metrics.
+- `MetricsLog`: the figures of each step, in RUN/metrics.jsonl, for TensorBoard in RUN/tensorboard/, for /metrics and
+  for trackers (trackers.py).
 - `RolloutLog`: every episode that was trained on, in RUN/rollouts.jsonl.
 
 They are written as the run goes, after the store. When a run is opened, they are made to agree with it: what a killed
@@ -17,6 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -29,6 +31,7 @@ from areal.utils.logging import getLogger
 
 if TYPE_CHECKING:  # it loads what answers HTTP requests, which few runs need
     from areal.trainer.exporter import Exporter
+    from areal.trainer.trackers import Trackers
 
 METRICS_FILE = "metrics.jsonl"
 ROLLOUTS_FILE = "rollouts.jsonl"
@@ -39,7 +42,13 @@ logger = getLogger("trainer")
 
 class MetricsLog(Closing):
     def __init__(
-        self, run_dir: str | Path, last_step: int = 0, exporter: "Exporter | None" = None, *, board_from: int = 0
+        self,
+        run_dir: str | Path,
+        last_step: int = 0,
+        exporter: "Exporter | None" = None,
+        *,
+        board_from: int = 0,
+        trackers: "Trackers | None" = None,
     ) -> None:
         """Steps up to `last_step` have been taken.
 
@@ -48,19 +57,27 @@ class MetricsLog(Closing):
         self._lines = _StepLines(
             Path(run_dir), METRICS_FILE, StoreReader.metrics_per_step, StoreReader.metrics, last_step
         )
-        self._board = _Board(Path(run_dir), board_from, last_step)
+        # An extra of the package: whoever does not look at TensorBoard need not have it.
+        self._board = _Board(Path(run_dir), board_from, last_step) if find_spec("tensorboardX") else None
         self._exporter = exporter
+        self._trackers = trackers
+        if trackers is not None:
+            trackers.catch_up(last_step)
 
     def write(self, step: int, values: Mapping[str, float | None]) -> None:
         """Add a row, which the store has."""
         self._lines.append([{"step": step, **finite(values)}])
-        self._board.write(step, values)
+        if self._board is not None:
+            self._board.write(step, values)
         if self._exporter is not None:
             self._exporter.step(step, values)
+        if self._trackers is not None:
+            self._trackers.figures(step, finite(values))
 
     def close(self) -> None:
         self._lines.close()
-        self._board.close()
+        if self._board is not None:
+            self._board.close()
 
 
 def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:

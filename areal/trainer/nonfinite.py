@@ -30,6 +30,7 @@ def guarded_update(
     directory: Path | None,
     of_critic: bool = False,
     scores: Tensor | None = None,
+    entropies: Tensor | None = None,
 ) -> Figures:
     """`engine.train_batch` with `skipped_updates` among its figures.
 
@@ -37,7 +38,7 @@ def guarded_update(
     """
     when = f"step {step}, critic" if of_critic else f"step {step}"
     try:
-        figures = engine.train_batch(batch, loss, place, scores=scores)
+        figures = engine.train_batch(batch, loss, place, scores=scores, entropies=entropies)
     except NonFiniteUpdate as error:
         if actor.on_nonfinite == "skip":
             logger.warning("%s: %s; the update is skipped (actor.on_nonfinite: skip)", when, error)
@@ -60,8 +61,10 @@ def _saved(batch: TokenBatch, directory: Path | None, name: str) -> str:
 
 
 def save_batch(path: Path, batch: TokenBatch) -> None:
-    """Sequences one after the other with their lengths; positions of trained tokens, and their fields by name."""
+    """Sequences one after the other with their lengths; positions of trained tokens, and their fields by name; and what
+    they were drawn from, if that was limited (`TokenSets`)."""
     spans = batch.spans
+    sets = {} if batch.sets is None else {f"set_{name}": each.numpy() for name, each in vars(batch.sets).items()}
     images = [image for span in spans for image in span.images]
     np.savez_compressed(
         path,
@@ -75,4 +78,5 @@ def save_batch(path: Path, batch: TokenBatch) -> None:
         image_counts=np.array([len(span.images) for span in spans]),
         temperatures=batch.temperatures.numpy(),
         **{name: values.numpy() for name, values in batch.fields.items()},
+        **sets,
     )

@@ -1,13 +1,15 @@
-"""Train an agent's model by reinforcement: `with PPOTrainer(config) as trainer: trainer.train(workflow=...)`.
+"""Train an agent's model by reinforcement; what `PPOTrainer` does once everything is checked (`trainers.py`).
 
-`PPOTrainer` assembles the parts that the config names. `_PPORun` is the run; its `_steps` is the training loop, a good
+`PPOTraining` assembles the parts that the config names. `_PPORun` is the run; its `_steps` is the training loop, a good
 place to begin reading.
 """
 
 import time
 from collections import Counter
 from collections.abc import Callable
+from copy import copy
 from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,26 +19,28 @@ from areal.api.engine_api import WeightUpdate
 from areal.api.errors import NonFiniteUpdate
 from areal.api.messages import GroupResult
 from areal.config.experiment import PPOConfig
-from areal.dataset import TaskSource, get_custom_dataset, read_tasks
+from areal.config.presets import filled, lines
 from areal.engine.models import sampling_kernel
 from areal.engine.training.engine import TrainingEngine
 from areal.engine.training.learner import Critic, Learner
 from areal.infra.scheduler import Ask
 from areal.rollout.admission import Admission
-from areal.rollout.loading import Workflow, WorkflowSpec, check
+from areal.rollout.loading import WorkflowSpec
 from areal.store.reader import StoreReader
 from areal.store.schema import PUBLISHED
-from areal.trainer import display
+from areal.trainer import notices
 from areal.trainer.canary import Canaries
-from areal.trainer.engines import on_this_machine
+from areal.trainer.engines import on_this_machine, with_adapters
+from areal.trainer.evaluation import by_task
 from areal.trainer.fleet import Fleet, all_asks
 from areal.trainer.journal import AFTER, BEFORE, DURING, Journal, overlap, pause_figures, step_figures
 from areal.trainer.learners import open_critic, policy_update
-from areal.trainer.run import Interrupted, RunParts, Trainer, TrainingRun, TrainResult, events_to
+from areal.trainer.run import Interrupted, RunParts, TrainingRun, TrainingWork, TrainResult, events_to
 from areal.trainer.tasks import Settled, task_stream
 from areal.trainer.update import PolicyUpdate, UpdateResult
 from areal.trajectory.tensors import tensors_of_group
 from areal.utils.callables import name_of
+from areal.utils.installing import install_hint
 from areal.utils.threads import ThreadPlan, plan_threads
 
 Tasks = list[dict[str, Any]]
@@ -44,43 +48,29 @@ GroupFilter = Callable[[dict[str, Any]], bool]
 """Given a group's tensor dict, whether to train on it."""
 
 
-class PPOTrainer(Trainer):
+class PPOTraining(TrainingWork):
     config: PPOConfig
 
-    def __init__(
-        self, config: PPOConfig, train_dataset: TaskSource | None = None, valid_dataset: TaskSource | None = None
-    ) -> None:
-        """Datasets given here win over those that the config names."""
-        self._sampled_by: dict[str, Any] = {"train_dataset": "config" if train_dataset is None else "object"}
-        if train_dataset is not None:
-            tasks = read_tasks(train_dataset)
-        else:
-            tasks = get_custom_dataset("train", dataset_config=config.train_dataset)
-        if valid_dataset is not None:
-            self._valid = read_tasks(valid_dataset, "test")
-        else:
-            named = config.valid_dataset.path
-            self._valid = get_custom_dataset("test", dataset_config=config.valid_dataset) if named else []
+    def __init__(self, config: PPOConfig, tasks: Tasks, valid: Tasks, *, tasks_named: bool = True) -> None:
+        """`valid`: held-out tasks; empty = nothing is evaluated. `tasks_named`: the config says where `tasks` are."""
+        self._sampled_by: dict[str, Any] = {"train_dataset": "config" if tasks_named else "object"}
+        self._valid = valid
+        rollout = with_adapters(config.rollout, config.actor.lora)
         if config.scheduler.type == "local":  # else the engine's machine is another
-            rollout = on_this_machine(config.rollout)
-            config = config if rollout is config.rollout else replace(config, rollout=rollout)
+            rollout = on_this_machine(rollout)
+        config = config if rollout is config.rollout else replace(config, rollout=rollout)
+        self._resolved = config.resolved
+        config = copy(config)
+        config.actor = filled(config.actor, self._resolved.algorithm)
         super().__init__(config, tasks)
 
     def train(
-        self,
-        workflow: Workflow,
-        eval_workflow: Workflow | None = None,
-        workflow_kwargs: dict[str, Any] | None = None,
-        eval_workflow_kwargs: dict[str, Any] | None = None,
-        dynamic_filter_fn: GroupFilter | None = None,
+        self, train_spec: WorkflowSpec, eval_spec: WorkflowSpec, dynamic_filter_fn: GroupFilter | None = None
     ) -> TrainResult:
         """Train to the last step, or to Ctrl-C; everything is saved either way."""
-        train_spec = WorkflowSpec(workflow, workflow_kwargs or {})
-        eval_spec = WorkflowSpec(eval_workflow, eval_workflow_kwargs or {}) if eval_workflow is not None else train_spec
-        check(train_spec)
-        check(eval_spec)
         config = self.config
-        filtered = None if dynamic_filter_fn is None else name_of(dynamic_filter_fn)
+        filtered = "actor.dynamic_sampling" if config.algorithm.dynamic_sampling else None
+        filtered = filtered if dynamic_filter_fn is None else name_of(dynamic_filter_fn)
         self._sampled_by |= {**train_spec.described(), "filter": filtered}
         threads = plan_threads(config.rollout.max_head_offpolicyness, config.scheduler.threads)
         torch.set_num_threads(threads.trainer)
@@ -107,9 +97,11 @@ class PPOTrainer(Trainer):
                 standing.step,
                 standing.account,
                 parts.exporter,
+                parts.trackers,
                 saved_step=standing.saved_step,
+                quiet=config.quiet,
             ) as journal:
-                journal.progress.say(f"{display.hello(parts.directory.path, standing.step)}\n{threads.reason}")
+                journal.progress.note("\n".join([*self._hello(parts), threads.reason, *lines(self._resolved)]))
                 with journal.progress.spinner("starting the engine and the rollout workers"):
                     fleet = Fleet(
                         config,
@@ -127,7 +119,12 @@ class PPOTrainer(Trainer):
                     return _PPORun(plan, parts, update, journal, fleet).execute()
 
     def _fingerprint(self) -> dict[str, Any]:
-        settings = {"gconfig.n_samples": self.config.gconfig.n_samples, "critic.path": self.config.critic.path or None}
+        config = self.config
+        settings = {
+            "gconfig.n_samples": config.gconfig.n_samples,
+            "critic.path": config.critic.path or None,
+            "teacher.path": config.teacher.path or None,
+        }
         return {**super()._fingerprint(), **settings}
 
     def _machine(self) -> dict[str, Any]:
@@ -137,7 +134,8 @@ class PPOTrainer(Trainer):
         return {**facts, "kernel": sampling_kernel(self._model, rollout.kernel, rollout.device)}
 
     def _meta(self) -> dict[str, Any]:
-        return {**super()._meta(), "sampled_by": self._sampled_by}
+        algorithm = {"name": self._resolved.algorithm.name, "settings": list(map(asdict, self._resolved.table))}
+        return {**super()._meta(), "sampled_by": self._sampled_by, "algorithm": algorithm}
 
     def _asks(self) -> list[Ask]:
         return all_asks(self.config)
@@ -155,6 +153,8 @@ class _Plan:
     filter: GroupFilter | None
 
     def keep(self, group: GroupResult) -> bool:
+        if self.config.algorithm.dynamic_sampling and len({episode.reward for episode in group.episodes}) < 2:
+            return False
         return self.filter is None or self.filter(tensors_of_group(group))
 
 
@@ -201,6 +201,7 @@ class _PPORun(TrainingRun):
             self._training.append((taken, trained))
             weights = self._engine.publish(self._config.rollout.dtype)
             figures = {**self._figures(began, taken, trained), **step_figures(groups, version, learned.figures)}
+            figures |= {f"{name}_seconds": seconds for name, seconds in learned.seconds.items()}
             dropped = self._fleet.pop_dropped()
             row = self._journal.commit(self._step + 1, groups, weights, figures, learned.rows, dropped)
             self._settle(groups)
@@ -323,9 +324,10 @@ class _PPORun(TrainingRun):
     def _evaluate(self, when: str, *, greedy: bool = False) -> None:
         if self._plan.valid:
             samples = 1 if greedy else self._config.evaluator.n_samples
-            results = self._fleet.evaluate(self._plan.valid * samples, greedy=greedy)
-            tasks = [_merge(results[task :: len(self._plan.valid)]) for task in range(len(self._plan.valid))]
-            self._journal.evaluation(self._step, when, tasks, greedy=greedy)
+            how = "greedily " if greedy else ""
+            with self._progress.waiting(f"evaluating {how}on {len(self._plan.valid)} held-out tasks"):
+                results = self._fleet.evaluate(self._plan.valid * samples, greedy=greedy)
+            self._journal.evaluation(self._step, when, by_task(results, len(self._plan.valid)), greedy=greedy)
 
     def _state(self) -> dict[str, Any]:
         settled = {"below": self._settled.below, "beyond": sorted(self._settled.beyond)}
@@ -333,7 +335,7 @@ class _PPORun(TrainingRun):
 
     def _stop_waiting(self) -> None:
         """Ctrl-C: whatever waits for episodes raises Interrupted. Runs on the fleet's event loop."""
-        self._progress.say(display.STOPPING)
+        self._progress.say(notices.STOPPING)
         self._store.stop_waiting()
         self._fleet.fail(Interrupted())
 
@@ -351,18 +353,14 @@ class _PPORun(TrainingRun):
         }
 
     def _result_lines(self, summary: dict[str, Any]) -> list[str]:
-        return display.results(summary)
+        return notices.results(summary)
 
-    def _draw_curve(self) -> Path:
+    def _verdicts(self, summary: dict[str, Any]) -> list[str]:
+        return notices.verdicts(summary)
+
+    def _draw_curve(self) -> Path | None:
+        if find_spec("matplotlib") is None:
+            self._progress.say(f"the curve is not drawn without matplotlib; {install_hint('plot')}, or areal view")
+            return None
         self._journal.draw()
         return self._directory.curve
-
-
-def _merge(results: list[GroupResult]) -> GroupResult:
-    """The results of one task as one."""
-    return GroupResult(
-        results[0].task_id,
-        [episode for result in results for episode in result.episodes],
-        [rejection for result in results for rejection in result.rejections],
-        {},
-    )

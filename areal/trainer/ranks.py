@@ -23,7 +23,7 @@ from areal.api.messages import RANK_ROLE, Array
 from areal.config.parallel import Ranks
 from areal.config.training import ActorConfig, OptimizerConfig
 from areal.engine.model.published import whole_digest
-from areal.engine.sharded.messages import RankSetup, Role, Share, rank_wire
+from areal.engine.sharded.messages import FrozenRole, RankSetup, Role, Share, TrainedRole, rank_wire
 from areal.engine.sharded.trainable import require_trainable
 from areal.engine.training.engine import Loss, TokenBatch, learning_rate
 from areal.engine.training.figures import Figures
@@ -42,7 +42,9 @@ VERBS = {
     "open_store": "open the place where they meet",
     "set_up": "meet",
     "open_model": "read the model",
-    "open_reference": "read the reference model",
+    "open_frozen": "read a model that is not trained",
+    "close_frozen": "drop a model that is not trained",
+    "load_adapter": "read the adapter",
     "scores": "compute log-probs or values",
     "train_batch": "compute an update",
     "publish": "write the new weights",
@@ -130,7 +132,8 @@ def _share(batch: TokenBatch, numbers: list[int], ends: Array) -> DealtShare:
     places = torch.from_numpy(np.concatenate([np.empty(0, np.int64), *tokens]))
     fields = {name: values[places] for name, values in batch.fields.items()}
     return DealtShare(
-        TokenBatch([batch.spans[number] for number in numbers], batch.temperatures[places], fields), places
+        TokenBatch([batch.spans[number] for number in numbers], batch.temperatures[places], fields, sets=batch.sets),
+        places,
     )
 
 
@@ -148,7 +151,13 @@ class RankedModel:
     """A model that the ranks train: `Trained`, as `TrainingEngine` in one process. The driver deals each batch."""
 
     def __init__(
-        self, processes: "_RankProcesses", role: Role, model: Path, optimizer: OptimizerConfig, *, total_steps: int
+        self,
+        processes: "_RankProcesses",
+        role: TrainedRole,
+        model: Path,
+        optimizer: OptimizerConfig,
+        *,
+        total_steps: int,
     ) -> None:
         self.version = 0
         self._processes = processes
@@ -163,7 +172,13 @@ class RankedModel:
         return self._processes.scores(self._role, batch)
 
     def train_batch(
-        self, batch: TokenBatch, loss: Loss, place: int | None = None, *, scores: Tensor | None = None
+        self,
+        batch: TokenBatch,
+        loss: Loss,
+        place: int | None = None,
+        *,
+        scores: Tensor | None = None,
+        entropies: Tensor | None = None,
     ) -> Figures:
         """One optimizer step, or none for an empty batch, as `TrainingEngine.train_batch`."""
         self._steps = self._steps if place is None else place
@@ -178,9 +193,10 @@ class RankedModel:
             answers = self._processes.of_shares("train_batch", self._role, packed)
             figures = Figures.of_passes([figures, *(Figures(**answer[0]) for answer in answers)])
             norm = answers[0][1]
-            if scores is not None:
-                for share, (_, _, found) in zip(shares, answers, strict=True):
-                    scores[share.places] = torch.from_numpy(found)
+            for share, (_, _, *found) in zip(shares, answers, strict=True):
+                for wanted, values in zip((scores, entropies), found, strict=True):
+                    if wanted is not None:
+                        wanted[share.places] = torch.from_numpy(values)
         self._steps += 1
         return Figures.of_passes([figures, Figures(mean={"grad_norm": norm})])
 
@@ -220,18 +236,43 @@ class RankedEngine(RankedModel):
         *,
         total_steps: int,
         threads: int,
+        value_head: bool = False,
+        seed: int = 1,
     ) -> None:
-        """Start the ranks and read the model; places for `rank_asks` are reserved."""
-        require_trainable(model, Ranks.parse(actor.backend))
-        processes = _RankProcesses(cluster, actor, total_steps=total_steps, threads=threads)
-        super().__init__(processes, "actor", model, actor.optimizer, total_steps=total_steps)
+        """Start the ranks and read the model; places for `rank_asks` are reserved. `seed`: of a new adapter.
 
-    def open_reference(self, model: Path) -> "RankedReference":
-        self._processes.all("open_reference", str(model))
-        return RankedReference(self._processes)
+        With a value head it gives values, and nothing can be published.
+        """
+        require_trainable(model, Ranks.parse(actor.backend))
+        self._adapts = actor.lora.rank is not None
+        processes = _RankProcesses(cluster, actor, total_steps=total_steps, threads=threads, seed=seed)
+        role: TrainedRole = "critic" if value_head else "actor"
+        super().__init__(processes, role, model, actor.optimizer, total_steps=total_steps)
+
+    def load_checkpoint(self, directory: Path, state: dict[str, Any]) -> None:
+        """An adapter's model stays as it is."""
+        if not self._adapts:
+            super().load_checkpoint(directory, state)
+            return
+        self._processes.all("load_adapter", str(directory))
+        self.version, self._steps = state["version"], state["steps"]
+
+    def without_adapter(self, role: FrozenRole) -> "RankedFrozen":
+        """The model that is adapted, as it was before."""
+        return RankedFrozen(self._processes, role)
+
+    def open_frozen(self, role: FrozenRole, model: Path, *, offload: bool = False) -> "RankedFrozen":
+        """A model on the same ranks that is not trained; `offload` as `actor.offload`."""
+        require_trainable(model, self._processes.ranks)
+        self._processes.all("open_frozen", role, str(model), offload)
+        return RankedFrozen(self._processes, role)
+
+    def close_frozen(self, role: FrozenRole) -> None:
+        self._processes.all("close_frozen", role)
 
     def open_critic(self, model: Path, optimizer: OptimizerConfig) -> RankedModel:
         """A value model on the same ranks."""
+        require_trainable(model, self._processes.ranks)
         return RankedModel(self._processes, "critic", model, optimizer, total_steps=self._total_steps)
 
     def logprobs(self, batch: TokenBatch) -> Tensor:
@@ -243,40 +284,42 @@ class RankedEngine(RankedModel):
         parts: list[WeightUpdate] = self._processes.all("publish", self.version, dtype)
         (place,) = {part.path for part in parts}
         shards = sorted((shard for part in parts for shard in part.shards), key=lambda shard: shard.name)
-        return WeightUpdate(self.version, whole_digest(shards), place, tuple(shards))
+        return WeightUpdate(self.version, whole_digest(shards), place, tuple(shards), parts[0].layout)
 
     def close(self) -> None:
         """The ranks end with their cluster."""
 
 
-class RankedReference:
-    """The frozen model on the same ranks, for `PolicyUpdate`."""
+class RankedFrozen:
+    """A frozen model on the same ranks."""
 
-    def __init__(self, processes: "_RankProcesses") -> None:
+    def __init__(self, processes: "_RankProcesses", role: FrozenRole) -> None:
         self._processes = processes
+        self._role = role
 
     def logprobs(self, batch: TokenBatch) -> Tensor:
-        return self._processes.scores("reference", batch)
+        return self._processes.scores(self._role, batch)
 
 
 class _RankProcesses:
     """The ranks themselves, which are called together or not at all."""
 
-    def __init__(self, cluster: Cluster, actor: ActorConfig, *, total_steps: int, threads: int) -> None:
+    def __init__(self, cluster: Cluster, actor: ActorConfig, *, total_steps: int, threads: int, seed: int) -> None:
         self._cluster = cluster
-        self._ranks = Ranks.parse(actor.backend)
+        self.ranks = Ranks.parse(actor.backend)
         self._broken: Exception | None = None
         """Why the ranks cannot be called any more."""
         self._places = [RankPlace(rank, each, threads, cluster.processes) for rank, each in enumerate(rank_asks(actor))]
         cluster.wait(cluster.processes.start(self._places, never_again=[RANK_ROLE]))
-        (store,) = self._call("open_store", [(self._ranks.count,)], START_SECONDS)
+        (store,) = self._call("open_store", [(self.ranks.count,)], START_SECONDS)
         setups = [
-            RankSetup(rank, self._ranks, actor, total_steps, threads, tuple(store)) for rank in range(self._ranks.count)
+            RankSetup(rank, self.ranks, actor, total_steps, threads, tuple(store), seed)
+            for rank in range(self.ranks.count)
         ]
         self._call("set_up", [(pickle.dumps(setup),) for setup in setups], START_SECONDS)
 
     def deal(self, batch: TokenBatch) -> list[DealtShare]:
-        return deal(batch, self._ranks.data)
+        return deal(batch, self.ranks.data)
 
     def scores(self, role: Role, batch: TokenBatch) -> Tensor:
         """One number for every trained token [N] from the model of this role."""
@@ -288,12 +331,12 @@ class _RankProcesses:
         return out
 
     def all(self, method: str, *arguments: Any) -> list[Any]:
-        return self._call(method, [arguments] * self._ranks.count, CALL_SECONDS)
+        return self._call(method, [arguments] * self.ranks.count, CALL_SECONDS)
 
     def of_shares(self, method: str, role: Role, packed: Sequence[bytes]) -> list[Any]:
         """Every tensor-parallel rank gets the share of its group; one answer of each group."""
-        arguments = [(role, share) for share in packed for _ in range(self._ranks.tensor)]
-        return self._call(method, arguments, CALL_SECONDS)[:: self._ranks.tensor]
+        arguments = [(role, share) for share in packed for _ in range(self.ranks.tensor)]
+        return self._call(method, arguments, CALL_SECONDS)[:: self.ranks.tensor]
 
     def _call(self, method: str, arguments: Sequence[tuple[Any, ...]], seconds: float) -> list[Any]:
         """Call as many ranks as there are arguments, all at once. Raises RanksLost if one of them has died."""

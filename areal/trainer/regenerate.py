@@ -17,12 +17,14 @@ from areal.config.backend import Backend
 from areal.config.experiment import DatasetConfig, PPOConfig
 from areal.config.loader import build
 from areal.config.training import MetricsConfig, SaverConfig, StoreConfig, ViewerConfig
+from areal.dataset import get_custom_dataset
+from areal.rollout.loading import WorkflowSpec, check
 from areal.store.checks import differing_fields
 from areal.store.reader import GROUPS, Altered, GroupChecks, StoredStep, StoreReader
 from areal.store.records import StepRecord
 from areal.store.writer import StoreWriter
 from areal.trainer.machine import DECISIVE_IN_SAMPLING, differences, machine_facts
-from areal.trainer.ppo import PPOTrainer
+from areal.trainer.ppo import PPOTraining
 from areal.trainer.replay import (
     Figure,
     ReplayOutcome,
@@ -64,9 +66,11 @@ def regenerate(run: Path, directory: Path, goes_on: Callable[[Taken], bool]) -> 
             if step == last or not goes_on(taken):
                 raise _Enough
 
+        workflow = WorkflowSpec(sampled_by["workflow"], sampled_by["kwargs"])
+        check(workflow, config.reward_fn)
         with _Regeneration(config, compared) as trainer:
             try:
-                trainer.train(sampled_by["workflow"], workflow_kwargs=sampled_by["kwargs"])
+                trainer.train(workflow, workflow)
             except _Enough:
                 return outcome
     raise AssertionError("the last step ends it")
@@ -111,9 +115,9 @@ class _ComparedStore(StoreWriter):
         self.on_step(record.step)
 
 
-class _Regeneration(PPOTrainer):
+class _Regeneration(PPOTraining):
     def __init__(self, config: PPOConfig, on_step: Callable[[int], None]) -> None:
-        super().__init__(config)
+        super().__init__(config, get_custom_dataset("train", dataset_config=config.train_dataset), [])
         self._on_step = on_step
 
     def _make_store(self, directory: Path) -> StoreWriter:

@@ -23,6 +23,7 @@ from areal.api.engine_api import WeightUpdate
 from areal.api.errors import ArealError, NonFiniteUpdate
 from areal.config.experiment import PPOConfig
 from areal.config.loader import build
+from areal.engine.model.adapter import is_adapter, open_adapter
 from areal.engine.model.published import NamedTensors, WeightReader
 from areal.engine.models import find_model, open_trainable
 from areal.engine.training.learner import Learner
@@ -482,6 +483,10 @@ def distance(weights: WeightUpdate, checkpoint: Path, before: Path) -> float:
     began = dict(_weights(before))
     apart = moved = 0.0
     for name, ours, saved in _compared(weights, checkpoint):
+        if name not in began:  # of an adapter that was new: its B was 0, and its A is not written down
+            if ".lora_B." not in name:
+                continue
+            began[name] = torch.zeros_like(saved)
         apart += float((ours - saved).double().square().sum())
         moved += float((saved - began[name].to(saved.dtype)).double().square().sum())
     return math.sqrt(apart / moved) if moved else (math.inf if apart else 0.0)
@@ -497,6 +502,8 @@ def _compared(weights: WeightUpdate, checkpoint: Path) -> Iterator[tuple[str, to
 
 
 def _weights(directory: Path) -> NamedTensors:
+    if is_adapter(directory):
+        return open_adapter(directory).tensors.items()
     return open_trainable(directory, device="cpu", frozen=True).named_weights()
 
 

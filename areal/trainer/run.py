@@ -1,10 +1,9 @@
 """What every training run does around its steps: resume, save, stop in order on Ctrl-C, and leave a summary.
 
-`Trainer` is the base of what a user constructs. It finds the model, takes the run's directory and opens the rest
+`TrainingWork` does the work of a trainer. It finds the model, takes the run's directory and opens the rest
 (`RunParts`). `TrainingRun` is one run on these parts; PPO and SFT each say what a step is (`ppo.py`, `sft.py`).
 """
 
-import os
 import signal
 import threading
 import time
@@ -13,16 +12,13 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from areal.api.errors import RanksLost, RunExists
 from areal.api.messages import RANK_ROLE
-from areal.config.errors import require
 from areal.config.experiment import ExperimentConfig
-from areal.config.parallel import Ranks
 from areal.engine.model.device import find_device
 from areal.engine.models import find_model
 from areal.engine.training.learner import Critic, Learner
@@ -30,7 +26,7 @@ from areal.infra.scheduler import Ask
 from areal.store.reader import StoreReader
 from areal.store.schema import FAILED, STORE_FILE, StoreError
 from areal.store.writer import StoreWriter
-from areal.trainer import display
+from areal.trainer import display, notices
 from areal.trainer.checkpoint import NoRoom, begin_checkpoint, checkpoint_digest, load_newest
 from areal.trainer.cluster import Cluster
 from areal.trainer.display import Announcer, Progress
@@ -42,8 +38,9 @@ from areal.trainer.resume import Standing, find_standing
 from areal.trainer.run_directory import RunDirectory, explained_storage_errors, without_secrets
 from areal.trainer.status import RunStatus
 from areal.trainer.tasks import digest_of_tasks
+from areal.trainer.trainers import check_ranks, check_trackers
 from areal.trainer.viewing import RunViewer
-from areal.utils import waits
+from areal.utils import garbage, waits
 from areal.utils.closing import Closing
 from areal.utils.hf_utils import load_hf_tokenizer
 from areal.utils.shorten import first_line
@@ -52,11 +49,10 @@ from areal.utils.waits import Waits
 if TYPE_CHECKING:
     from areal.trainer.exporter import Exporter
     from areal.trainer.fleet import Fleet
+    from areal.trainer.trackers import Trackers
 
-UNKEPT = {"critic.path": None}
+UNKEPT = {"critic.path": None, "teacher.path": None, "actor.lora": None}
 """What runs had before their checkpoints kept it."""
-RANKS_PER_CORE = 4
-"""On one machine: more would wait for each other rather than compute."""
 SAVE_SECONDS = 3600.0
 """How long a checkpoint may take to be written while training goes on: as long as a call of ranks may."""
 RETRY_SECONDS = 2.0
@@ -90,6 +86,8 @@ class RunParts:
     """The value model beside the policy, restored as the engine is."""
     exporter: "Exporter | None" = None
     """What shows the run to Prometheus, if metrics.port is set."""
+    trackers: "Trackers | None" = None
+    """Where figures are sent, if a tracker is set."""
     status: RunStatus | None = None
     """What tells people why nothing happens; None = nothing does."""
 
@@ -98,34 +96,28 @@ class RunParts:
         return nullcontext() if self.exporter is None else self.exporter.watching(fleet.cluster, fleet)
 
 
-class Trainer(Closing):
+class TrainingWork(Closing):
+    value_head: ClassVar[bool] = False
+    """The model gives scores in place of log-probs."""
+
     def __init__(self, config: ExperimentConfig, tasks: list[dict[str, Any]]) -> None:
         """A built-in model is made now unless the cache has it."""
         self.config = config
-        if config.actor.backend:
-            require(
-                find_spec("accelerate") is not None,
-                f"actor.backend={config.actor.backend} needs transformers with accelerate; pip install 'areal[fsdp]'",
-            )
-        if config.actor.backend and config.scheduler.type == "local":
-            ranks, cores = Ranks.parse(config.actor.backend).count, os.cpu_count() or 1
-            require(
-                ranks <= RANKS_PER_CORE * cores,
-                f"actor.backend={config.actor.backend} starts {ranks} ranks on this machine, which has {cores} cores; "
-                "use fewer, or scheduler.type=slurm or ray",
-            )
+        check_ranks(config)
+        check_trackers(config)
         if not (config.actor.backend and config.scheduler.type != "local"):  # else the ranks' machines are others
             find_device(config.actor.device, "actor.device")
         self._tasks = tasks
-        by_epochs = config.total_train_epochs * len(tasks) // config.train_dataset.batch_size
-        self._total_steps = config.total_train_steps or max(1, by_epochs)
-        with Announcer() as report:
+        self._total_steps = config.total_steps(len(tasks))
+        with Announcer(quiet=config.quiet) as report:
             self._model = find_model(config.actor.path, report)
         own = config.tokenizer_path in ("", config.actor.path)
         self._tokenizer_dir = self._model if own else find_model(config.tokenizer_path)
         self._directory: RunDirectory | None = None
         self._exporter: Exporter | None = None
         """It stays when ranks are lost and the run goes on."""
+        self._trackers: Trackers | None = None
+        """They do as well."""
         self._status: RunStatus | None = None
         """So does this."""
         self._viewer: RunViewer | None = None
@@ -136,6 +128,9 @@ class Trainer(Closing):
         if self._exporter is not None:
             self._exporter.close()
             self._exporter = None
+        if self._trackers is not None:
+            self._trackers.close()
+            self._trackers = None
         if self._viewer is not None:
             self._viewer.close()
             self._viewer = None
@@ -154,7 +149,7 @@ class Trainer(Closing):
             from areal.trainer.exporter import Exporter  # it loads what answers HTTP requests
 
             self._exporter = Exporter(self.config, directory, self._total_steps)
-            display.say(f"metrics for Prometheus at {self._exporter.url}")
+            self._note(f"metrics for Prometheus at {self._exporter.url}")
         with ExitStack() as stack:
             stack.enter_context(explained_storage_errors(directory.path))
             address = self.config.scheduler.address
@@ -165,7 +160,9 @@ class Trainer(Closing):
             cluster = (
                 stack.enter_context(self._open_cluster(directory.logs, store)) if self.config.actor.backend else None
             )
-            engine = stack.enter_context(closing(open_learner(self.config, self._model, optimizer_steps, cluster)))
+            engine = stack.enter_context(
+                closing(open_learner(self.config, self._model, optimizer_steps, cluster, value_head=self.value_head))
+            )
             critic = self._open_critic(engine, optimizer_steps)
             state, notes = load_newest(checkpoints, engine, critic) if checkpoints else ({"step": 0}, [])
             for note in notes:
@@ -177,11 +174,15 @@ class Trainer(Closing):
                 display.say(note)
             shown = self.config.viewer
             if shown.port is not None and self._viewer is None:
-                self._viewer = RunViewer(directory.path, shown.host, shown.port, display.say)
+                self._viewer = RunViewer(directory.path, shown.host, shown.port, self._note)
             values = without_secrets(self.config)
             store.set_meta({"fingerprint": fingerprint, "config": values, **self._meta()})
             store.session(standing.step, {**self._machine(), "settings": settings_digest(values, self._total_steps)})
             directory.write_config(self.config)
+            if self.config.trackers and self._trackers is None:
+                from areal.trainer.trackers import Trackers  # few runs need it
+
+                self._trackers = Trackers(self.config, directory.path)
             parts = RunParts(
                 directory,
                 engine,
@@ -193,6 +194,7 @@ class Trainer(Closing):
                 cluster,
                 critic,
                 self._exporter,
+                self._trackers,
                 status,
             )
             if parts.exporter is not None:
@@ -201,10 +203,21 @@ class Trainer(Closing):
                     stack.enter_context(parts.exporter.watching(cluster))
             yield parts
 
+    def _note(self, text: str) -> None:
+        """Say what a quiet run leaves out."""
+        if not self.config.quiet:
+            display.say(text)
+
+    def _hello(self, parts: RunParts) -> list[str]:
+        """What is said at the start; a viewer that is served says its address itself."""
+        return notices.hello(parts.directory.path, parts.standing.step, served=self._viewer is not None)
+
     def _fingerprint(self) -> dict[str, Any]:
         """What fixes the tasks of each step; a resumed run must have the same."""
-        dataset = self.config.train_dataset
+        dataset, lora = self.config.train_dataset, self.config.actor.lora
+        adapter = None if lora.rank is None else [lora.rank, lora.scaled_alpha, *lora.targets]
         return {
+            "actor.lora": adapter,
             "seed": self.config.seed,
             "train_dataset.shuffle": dataset.shuffle,
             "train_dataset.batch_size": dataset.batch_size,
@@ -222,17 +235,19 @@ class Trainer(Closing):
     def _open_store(self, directory: RunDirectory, fingerprint: dict[str, Any], *, saved: bool) -> StoreWriter:
         """One of other settings is refused, or, if nothing has been trained with them, begun anew."""
         store = self._make_store(directory.path)
-        if saved or self.config.recover.mode == "force":
+        if self.config.recover.mode == "force":
             return store
         try:
             with StoreReader(directory.path) as reader:
                 before, has_steps = reader.meta().get("fingerprint", {}), bool(reader.steps())
-            if has_steps:
+            if saved and before:  # the rest is compared with the checkpoint; one of another kind could not be read
+                _refuse_changes(directory.path, {**UNKEPT, **before}, {"actor.lora": fingerprint["actor.lora"]})
+            elif has_steps:
                 _refuse_changes(directory.path, before, fingerprint)
         except BaseException:
             store.close()
             raise
-        if before in ({}, fingerprint):
+        if saved or has_steps or before in ({}, fingerprint):
             return store
         store.close()
         for path in directory.path.glob(f"{STORE_FILE}*"):
@@ -341,7 +356,7 @@ class TrainingRun(ABC):
         Ctrl-C becomes a KeyboardInterrupt and SIGTERM a SystemExit.
         """
         try:
-            with self._interruption:
+            with self._interruption, garbage.settled():
                 self._train()
             return self._finish()
         except Interrupted:
@@ -370,8 +385,16 @@ class TrainingRun(ABC):
         return {}
 
     def _result_lines(self, summary: dict[str, Any]) -> list[str]:
-        """What is printed about the result at the end."""
+        """What is printed about the run at the end."""
         return []
+
+    def _verdicts(self, summary: dict[str, Any]) -> list[str]:
+        """What a quiet run prints too: how well it went."""
+        return []
+
+    def _places(self, model: Path, curve: Path | None) -> list[str]:
+        """What is printed about where things are."""
+        return notices.places(self._directory.path, model, curve)
 
     def _draw_curve(self) -> Path | None:
         """Draw the reward curve, if the run has one; returns where it is."""
@@ -486,15 +509,17 @@ class TrainingRun(ABC):
                 self._save_if_possible()
             self._draw_curve()
         self._progress.close()
-        self._progress.say(display.stopped(self._directory.path, self._step, self._total_steps))
+        self._progress.say(notices.stopped(self._directory.path, self._step, self._total_steps))
 
     def _finish(self) -> TrainResult:
         summary = {"steps": self._step, **self._summary(), **self._store_figures()}
         model, curve = self._save_now(), self._draw_curve()
         self._directory.finish(summary)
         self._progress.close()
-        places = display.places(self._directory.path, model, curve)
-        self._progress.say("\n".join([*self._result_lines(summary), *places]))
+        if lines := self._result_lines(summary):
+            self._progress.note("\n".join(lines))
+        self._progress.say("\n".join([*self._verdicts(summary), f"run         {self._directory.path}"]))
+        self._progress.note("\n".join(self._places(model, curve)))
         return TrainResult(self._directory.path, model, summary)
 
     def _store_figures(self) -> dict[str, float]:

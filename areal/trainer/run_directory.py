@@ -40,10 +40,7 @@ class RunDirectory(Closing):
         trial = config.trial_name or time.strftime("%Y%m%d-%H%M%S") + f"-{os.getpid()}"
         path = Path(config.output_dir) / config.experiment_name / trial
         name = f"{config.experiment_name}/{trial}"
-        if (path / "summary.json").exists():
-            raise RunExists(f"the run {name} is finished and is not overwritten ({path}); choose another trial_name")
-        if (path / "config.yaml").exists() and config.recover.mode == "off":
-            raise RunExists(f"the run {name} exists ({path}); choose another trial_name, or set recover.mode=auto")
+        refuse_existing(path, config)
         with explained_storage_errors(path):
             path.mkdir(parents=True, exist_ok=True)
             run = cls(path, _lock(path, name))
@@ -112,6 +109,15 @@ class RunDirectory(Closing):
                 f"the run {name} has a record of its steps but no checkpoint to go on from ({self.path}); put "
                 "checkpoints/ back, or to start over choose another trial_name or remove the directory of the run"
             )
+
+
+def refuse_existing(path: Path, config: ExperimentConfig) -> None:
+    """Raises RunExists if the run there is finished, or must not be resumed."""
+    name = f"{path.parent.name}/{path.name}"
+    if (path / "summary.json").exists():
+        raise RunExists(f"the run {name} is finished and is not overwritten ({path}); choose another trial_name")
+    if (path / "config.yaml").exists() and config.recover.mode == "off":
+        raise RunExists(f"the run {name} exists ({path}); choose another trial_name, or set recover.mode=auto")
 
 
 def find_checkpoints(run: Path) -> dict[int, Path]:

@@ -46,4 +46,4 @@ class RunViewer(Closing):
         assert self._process.stdout is not None
         for line in self._process.stdout:
             said = line.strip()
-            self._say(f"shown at {said}" if said.startswith("http") else said)
+            self._say(f"look at it  {said}" if said.startswith("http") else said)

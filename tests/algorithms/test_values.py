@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from areal.algorithms.values import explained_variance, gae, value_loss
+from areal.algorithms.values import Turns, explained_variance, gae, value_loss
 
 
 def estimates(
@@ -86,6 +86,106 @@ def test_estimates_are_those_of_each_completion_alone_wherever_its_tokens_are(se
         mixed(returns), mixed(values), [100 - number for number in turns], discount=discount, gae_lambda=gae_lambda
     )
     assert found == pytest.approx(mixed(expected), abs=1e-6)
+
+
+TURNS = [0, 0, 1, 1, 2]
+"""Two tokens, then two, then one."""
+ROOT = -1
+
+
+def through_turns(
+    returns: list[float],
+    values: list[float],
+    parents: list[int],
+    completions: list[int] = TURNS,
+    turn_discount: float = 1.0,
+    **settings: float,
+) -> list[float]:
+    """`parents` by completion."""
+    turns = Turns(torch.tensor([parents[completion] for completion in completions]), turn_discount)
+    return gae(torch.tensor(returns), torch.tensor(values), torch.tensor(completions), turns=turns, **settings).tolist()
+
+
+@pytest.mark.parametrize("parents", [[ROOT, 0, 1], [ROOT, 0, 0], [ROOT, ROOT, 1]])
+@pytest.mark.parametrize("turn_discount", [1.0, 0.5, 0.0])
+def test_with_lambda_one_turns_change_nothing(parents: list[int], turn_discount: float) -> None:
+    returns, values = [3, 3, -1, -1, 2], [0.5, 1, 3, -2, 7]
+    found = through_turns(returns, values, parents, turn_discount=turn_discount)
+    assert found == pytest.approx(estimates(returns, values, TURNS))
+    assert found == pytest.approx([2.5, 2, -4, 1, -5])
+
+
+def test_with_lambda_zero_the_last_token_of_a_turn_is_compared_with_the_value_of_the_next() -> None:
+    """Returns 4, 3, 2 with no discount: each turn's own reward is 1, 1, 2."""
+    found = through_turns([4, 4, 3, 3, 2], [0.5, 1, 3, -2, 7], [ROOT, 0, 1], gae_lambda=0.0)
+    # V' - V; 1 + 3 - 1; V' - V; 1 + 7 - -2; 2 - 7
+    assert found == [0.5, 3.0, -5.0, 10.0, -5.0]
+
+
+def test_turns_have_a_discount_of_their_own() -> None:
+    """Rewards 1, 1, 2 at a discount of 0.5 between turns: the returns are 1 + 0.5 · 2 = 2 and 1 + 0.5 · 2 = 2.
+
+    Tokens have one of 0.25, which does not apply between turns.
+    """
+    settings = {"turn_discount": 0.5, "discount": 0.25}
+    returns, values = [2, 2, 2, 2, 2], [0.5, 1, 3, -2, 7]
+    found = through_turns(returns, values, [ROOT, 0, 1], gae_lambda=0.0, **settings)
+    assert found == [0.25 - 0.5, 1 + 1.5 - 1, -0.5 - 3, 1 + 3.5 + 2, -5]
+    # A = return - V with λ = 1, where a token before the last of its turn has a quarter of what the last one has.
+    found = through_turns(returns, values, [ROOT, 0, 1], **settings)
+    second = 0.25 * 2
+    first = 1 + 0.5 * second
+    assert found == pytest.approx([0.25 * first - 0.5, first - 1, second - 3, 2 + 2, 2 - 7])
+
+
+def test_of_branches_the_mean_counts() -> None:
+    """The first turn has two continuations, whose values are 3 and 7 and whose advantages are -5 + λ δ and -5."""
+    returns, values = [1, 1, 0, 0, 2], [0.5, 1, 3, -2, 7]
+    assert through_turns(returns, values, [ROOT, 0, 0], gae_lambda=0.0) == [0.5, 0 + 5 - 1, -5, 2, -5]
+    found = through_turns(returns, values, [ROOT, 0, 0], gae_lambda=0.5)
+    last = 4 + 0.5 * ((-5 + 0.5 * 2) + -5) / 2
+    assert found == pytest.approx([0.5 + 0.5 * last, last, -5 + 0.5 * 2, 2, -5])
+
+
+def test_completion_whose_tokens_are_not_here_is_no_turn() -> None:
+    """Whether it came before or after: its return is in those of others."""
+    returns, values, completions = [3, 3, 2], [1, 2, 5], [4, 4, 9]
+    turns = Turns(torch.tensor([2, 2, 7]))
+    found = gae(*map(torch.tensor, (returns, values, completions)), gae_lambda=0.0, turns=turns)
+    assert found.tolist() == estimates(returns, values, completions, gae_lambda=0.0)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_estimates_through_turns_are_those_of_one_long_completion_wherever_its_tokens_are(seed: int) -> None:
+    """Without branches and with one discount for tokens and turns."""
+    draw = random.Random(seed)
+    discount, gae_lambda = draw.random(), draw.random()
+    lengths = [draw.randint(1, 5) for _ in range(4)]
+    rewards = [draw.gauss(0, 1) for _ in lengths]
+    values = [draw.gauss(0, 1) for _ in range(sum(lengths))]
+    completions = [number for number, length in enumerate(lengths) for _ in range(length)]
+    ends = {sum(lengths[: number + 1]) - 1: reward for number, reward in enumerate(rewards)}
+    expected = []
+    for start in range(len(values)):
+        total = 0.0
+        for token in range(start, len(values)):
+            after = values[token + 1] if token + 1 < len(values) else 0.0
+            surprise = ends.get(token, 0.0) + discount * after - values[token]
+            total += (discount * gae_lambda) ** (token - start) * surprise
+        expected.append(total)
+    returns = [sum(discount ** (later - number) * rewards[later] for later in range(number, 4)) for number in range(4)]
+    turns = draw.sample(range(4), 4)
+    order = [token for turn in turns for token in range(len(values)) if completions[token] == turn]
+    found = through_turns(
+        [returns[completions[token]] for token in order],
+        [values[token] for token in order],
+        [ROOT, 0, 1, 2],
+        [completions[token] for token in order],
+        discount,
+        discount=discount,
+        gae_lambda=gae_lambda,
+    )
+    assert found == pytest.approx([expected[token] for token in order], abs=1e-6)
 
 
 def loss_of(value: float, old: float, target: float, eps_clip: float | None) -> tuple[float, float, float]:

@@ -168,6 +168,7 @@ def test_override_below_a_value_is_refused() -> None:
             "actor.gae_lambda=0.9 needs a critic; set critic.path (usually builtin:tiny-math) or leave it out",
         ),
         (["actor.discount=0.9"], "actor.discount=0.9 needs a critic; set critic.path (usually builtin:tiny-math)"),
+        (["actor.gae_over=episode"], "actor.gae_over=episode needs a critic; set critic.path"),
         (["actor.discount=1.1"], "actor.discount must lie in [0, 1], got 1.1"),
         (["critic.eps_clip=0"], "critic.eps_clip must be > 0, got 0.0; use null for no clip"),
         (["critic.warmup_steps=-1"], "critic.warmup_steps must be >= 0, got -1"),
@@ -175,7 +176,7 @@ def test_override_below_a_value_is_refused() -> None:
         (["rollout.in_process=true", "rollout.num_workers=2"], "rollout.in_process runs one worker"),
         (["rollout.max_head_offpolicyness=-1"], "rollout.max_head_offpolicyness must be >= 0, got -1; use 0 for"),
         (
-            ["rollout.when_stale=train"],
+            ["rollout.when_stale=train", "actor.use_decoupled_loss=false"],
             "rollout.when_stale=train trains samples of any age, which needs the decoupled loss, got "
             "actor.use_decoupled_loss=false; set it to true, or rollout.when_stale to wait or drop",
         ),
@@ -197,7 +198,9 @@ def test_values_and_combinations_that_mean_nothing_are_refused_by_their_full_nam
     assert refusal(*words).startswith(message)
 
 
-@pytest.mark.parametrize("setting", ["use_decoupled_loss=true", "recompute_logprob=true", "dtype=bfloat16"])
+@pytest.mark.parametrize(
+    "setting", ["algorithm=", "use_decoupled_loss=true", "recompute_logprob=true", "dtype=bfloat16"]
+)
 def test_samples_of_any_age_are_trained_with_the_decoupled_loss_chosen_or_implied(tmp_path: Path, setting: str) -> None:
     config = load_text(tmp_path, "rollout: {when_stale: train}", f"actor.{setting}")
     assert config.rollout.when_stale == "train"
@@ -276,3 +279,12 @@ def test_tokenizer_path_is_the_actors_unless_it_is_given() -> None:
     assert load("actor.path=some/model").tokenizer_path == "some/model"
     assert load("actor.path=some/model", "tokenizer_path=another").tokenizer_path == "another"
     assert load_expr_config([], SFTConfig)[0].tokenizer_path == "builtin:tiny-math"
+
+
+def test_sampling_that_cannot_be_learnt_from_is_refused() -> None:
+    assert "there is nothing to learn; use a temperature > 0" in refusal("gconfig.greedy=true")
+    assert "there is nothing to learn" in refusal("gconfig.temperature=0")
+    assert load("gconfig.top_p=0.9", "gconfig.top_k=40").gconfig.top_k == 40
+    for backend in ("vllm", "sglang"):
+        told = refusal(f"rollout.backend={backend}", "gconfig.top_p=0.9")
+        assert told.startswith(f"rollout.backend={backend} does not report what top_p and top_k leave to draw from")

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import simulated_device
 import torch
+from drawn_rows import reader_of
 from simulated_device import crossings
 from tiny_adapters import low_rank, merge_by_hand
 from tiny_models import write_model
@@ -27,6 +28,7 @@ from areal.engine import models
 from areal.engine.inference.decoder_runner import DecoderRunner
 from areal.engine.inference.engine import EmbeddedEngine
 from areal.engine.model.adapter import AdapterConfig, adapter_writer
+from areal.engine.training.choices import ChoiceReader
 from areal.engine.training.engine import TrainingEngine
 from areal.engine.training.figures import Figures
 from areal.trainer.update import PolicyUpdate
@@ -119,7 +121,8 @@ async def round_of(model: Path, with_images: bool) -> dict[str, Any]:
     }
     asked = asked_of(model, with_images)
     answers = await generate(engine, asked)
-    trained = batch(asked, answers)
+    reader = reader_of(model)
+    trained = batch(asked, answers, reader)
     trained.fields["weights"] = torch.linspace(0, 0.01, len(trained.temperatures))
     figures["sampled"] = largest(sampled(answers), judge.logprobs(trained))
     figures["recomputed"] = largest(trainer.logprobs(trained), judge.logprobs(trained))
@@ -137,9 +140,11 @@ async def round_of(model: Path, with_images: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         trainer.save(name)
         load_hf_tokenizer(model).save_pretrained(name)
-        figures["published"] = largest(sampled(again), open_trainer(Path(name), "cpu").logprobs(batch(asked, again)))
+        figures["published"] = largest(
+            sampled(again), open_trainer(Path(name), "cpu").logprobs(batch(asked, again, reader))
+        )
         if any("q_proj" in weight for weight, _ in judge.model.named_weights()):  # not in GPT-2
-            figures["adapter"] = await adapter_difference(engine, asked, open_trainer(Path(name), "cpu"))
+            figures["adapter"] = await adapter_difference(engine, asked, open_trainer(Path(name), "cpu"), reader)
     figures["resumed"] = resume(model, trainer, trained)
     figures["update"], figures["update_on_cpu"] = policy_updates(model, asked, answers)
     figures["bfloat16"] = in_bfloat16(model, trained, judge)
@@ -148,7 +153,9 @@ async def round_of(model: Path, with_images: bool) -> dict[str, Any]:
     return figures
 
 
-async def adapter_difference(engine: EmbeddedEngine, asked: Sequence[ModelRequest], judge: TrainingEngine) -> float:
+async def adapter_difference(
+    engine: EmbeddedEngine, asked: Sequence[ModelRequest], judge: TrainingEngine, reader: ChoiceReader
+) -> float:
     """Of log-probs under an adapter to the judge's model, which was published to the engine before."""
     config = AdapterConfig(r=2, lora_alpha=3, target_modules=("q_proj", "v_proj"))
     layers = low_rank(judge, config, seed=1)
@@ -157,7 +164,7 @@ async def adapter_difference(engine: EmbeddedEngine, asked: Sequence[ModelReques
         await engine.update_weights(writer.write(2))
     merge_by_hand(judge, config, layers)
     answers = await generate(engine, asked)
-    return largest(sampled(answers), judge.logprobs(batch(asked, answers)))
+    return largest(sampled(answers), judge.logprobs(batch(asked, answers, reader)))
 
 
 def policy_updates(model: Path, asked: Sequence[ModelRequest], answers: Sequence[ModelResponse]) -> list[Any]:
@@ -173,14 +180,19 @@ def policy_updates(model: Path, asked: Sequence[ModelRequest], answers: Sequence
         returns = np.where(mask, reward, 0).astype(np.float32)
         row = Row(ids, mask, logprobs, mask - np.int32(1), returns, mask - np.int32(1), temperatures, reward)
         row.images = request.images
+        if answer.choices is not None:
+            row.choices = [answer.choices.at(answer.input_len, answer.output_len)]
         episodes.append(Episode([row], reward))
     pairs = zip(episodes[::2], episodes[1::2], strict=False)
     groups = [GroupResult(number, list(pair), [], {}) for number, pair in enumerate(pairs)]
     actor = ActorConfig(kl_ctl=0.1, use_decoupled_loss=True, ppo_n_minibatches=2)
-    return [
-        PolicyUpdate(open_trainer(model, device), actor, open_trainer(model, device), seed=1).step(groups).figures
-        for device in ("sim", "cpu")
-    ]
+    reader = reader_of(model)
+
+    def step(device: str) -> dict[str, float]:
+        policy, reference = open_trainer(model, device), open_trainer(model, device)
+        return PolicyUpdate(policy, actor, reference, seed=1, choices=reader).step(groups).figures
+
+    return [step(device) for device in ("sim", "cpu")]
 
 
 def resume(model: Path, trainer: TrainingEngine, trained: Any) -> dict[str, Any]:
@@ -212,7 +224,8 @@ async def decoder_alone(model: Path) -> dict[str, Any]:
     engine, judge = open_engine(model, "bfloat16"), open_trainer(model, "cpu")
     asked = asked_of(model, with_images=False)
     answers = await generate(engine, asked)
-    trained = batch(asked, answers)
+    reader = reader_of(model)
+    trained = batch(asked, answers, reader)
     trained.fields["weights"] = torch.linspace(0, 0.01, len(trained.temperatures))
     await engine.aclose()
     again = open_trainer(model, "sim", gradient_checkpointing=True)

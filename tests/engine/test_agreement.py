@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from drawn_rows import with_sets
 from tiny_models import TINY, training_engine, write_model
 
 from areal.api.io_struct import ModelRequest, ModelResponse
@@ -47,14 +48,14 @@ def requests(count: int, **fixed: Any) -> list[ModelRequest]:
 
 
 def recomputed(trainer: TrainingEngine, asked: list[ModelRequest], answers: list[ModelResponse]) -> torch.Tensor:
-    """The trainer's log-probs of every sampled token, in order."""
+    """The trainer's log-probs of every sampled token, in order, over what it was drawn from."""
     spans, temperatures = [], []
     for request, response in zip(asked, answers, strict=True):
         ids = np.array(response.input_tokens + response.output_tokens)
         spans.append(Span(ids, np.arange(response.input_len, len(ids)), group=response.input_tokens[0]))
         g = request.gconfig
         temperatures += [1.0 if g.greedy else g.temperature] * response.output_len
-    return trainer.logprobs(TokenBatch(spans, torch.tensor(temperatures)))
+    return trainer.logprobs(with_sets(TokenBatch(spans, torch.tensor(temperatures)), answers))
 
 
 async def test_logprobs_agree_at_every_temperature_and_limit(tmp_path: Path) -> None:

@@ -46,12 +46,17 @@ async def read_stream(engine: EmbeddedEngine, req: ModelRequest) -> ModelRespons
     return response
 
 
+async def await_started(engine: EmbeddedEngine, req: ModelRequest) -> ModelResponse:
+    return await engine.start(req).done
+
+
 class Call:
     """A call that can be made to go away: its task is cancelled, or its deadline passes."""
 
     def __init__(self, engine: EmbeddedEngine, req: ModelRequest, dice: random.Random) -> None:
         self._deadline: asyncio.Timeout | None = None
-        self._ask = read_stream(engine, req) if dice.random() < 0.3 else engine.agenerate(req)
+        ask = dice.choice([read_stream, EmbeddedEngine.agenerate, await_started])
+        self._ask = ask(engine, req)
         self.task = asyncio.create_task(self._timed() if dice.random() < 0.4 else self._ask)
 
     def go_away(self) -> None:

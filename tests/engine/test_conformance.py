@@ -2,6 +2,7 @@
 a group of two embedded ones, and the fake one."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from engine_kinds import LONG, Engines, answer, ask, begin, soon, until
@@ -9,6 +10,7 @@ from tiny_models import byte_tokenizer
 
 from areal.api.engine_api import InferenceEngine
 from areal.api.errors import ContextLengthError, EngineError, RequestError
+from areal.engine.inference.http_engine import HttpEngine
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
@@ -37,6 +39,20 @@ async def test_a_seed_gives_the_same_tokens_whatever_shares_the_batch(engine: In
 async def test_different_seeds_give_different_tokens(engine: InferenceEngine) -> None:
     answers = [await answer(engine, seed=seed) for seed in range(5)]
     assert len({tuple(each.output_tokens) for each in answers}) == 5
+
+
+async def test_alternatives_come_when_they_are_asked_for_and_are_refused_by_engines_of_others(
+    engine: InferenceEngine,
+) -> None:
+    request = replace(ask(greedy=True), top_logprobs=3)
+    if isinstance(engine, HttpEngine):
+        with pytest.raises(RequestError, match="top_logprobs"):
+            await soon(engine.agenerate(request))
+        return
+    asked = await soon(engine.agenerate(request))
+    assert [len(each) for each in asked.output_alternatives] == [3] * asked.output_len
+    assert [next(iter(each)) for each in asked.output_alternatives] == asked.output_tokens
+    assert (await answer(engine, greedy=True)).output_alternatives == []
 
 
 async def test_an_answer_that_reaches_max_new_tokens_says_length(engine: InferenceEngine) -> None:

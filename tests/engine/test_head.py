@@ -1,5 +1,6 @@
 """Log-probs by a head have the value and the gradient of their definition, however they are computed."""
 
+import math
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from areal.engine.training import head
 from areal.engine.training.head import Picks, Temperatures, head_logprobs, logits_logprobs, token_logprobs
+from areal.engine.training.token_sets import DrawnFrom, TokenSets
 
 ROWS, HIDDEN, VOCABULARY = 5, 4, 7
 ASKED = [(0, 3), (0, 3), (0, 1), (2, 6), (3, 0), (3, 6), (4, 2)]
@@ -126,3 +128,61 @@ def test_a_softmax_that_was_used_up_is_not_used_again() -> None:
     found.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         found.backward()
+
+
+@pytest.mark.parametrize("held", [1, 3, 100], ids=["a row at a time", "three rows", "all rows"])
+@pytest.mark.parametrize("temperatures", [1.0, EACH], ids=["1", "several"])
+def test_log_probs_are_taken_over_what_was_drawn_from(
+    temperatures: Temperatures, held: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head, "HEAD_ELEMENTS", held * VOCABULARY)
+    ids, sizes = torch.tensor([1, 3, 5, 2, 6, 0]), torch.tensor([0, 3, 2, 1])
+    # Everything; 1, 3 and 5; all but 2 and 6; 0 alone.
+    sets = TokenSets(ids, sizes.cumsum(0) - sizes, sizes, torch.tensor([True, False, True, False]))
+    drawn = DrawnFrom(sets, torch.tensor([1, 0, 1, 0, 3, 0, 0]))
+
+    def by_mask(hidden: Tensor, matrix: Tensor) -> Tensor:
+        scaled = (hidden @ matrix.t())[PICKS.rows] / torch.as_tensor(temperatures, dtype=torch.float64).reshape(-1, 1)
+        outside = torch.zeros(len(ASKED), VOCABULARY, dtype=torch.bool)
+        outside[[0, 2]] = torch.tensor([token not in (1, 3, 5) for token in range(VOCABULARY)])
+        outside[4, 1:] = True
+        return scaled.masked_fill(outside, -torch.inf).log_softmax(1).gather(1, PICKS.targets[:, None]).squeeze(1)
+
+    found = with_gradients(lambda *each: head_logprobs(*each, PICKS, temperatures, drawn))
+    for ours, theirs in zip(found, with_gradients(by_mask), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=0)
+    assert found[0][4] == 0
+
+
+def test_a_set_may_be_what_is_left_out() -> None:
+    logits = torch.arange(12, dtype=torch.float32).reshape(2, 6)
+    sets = TokenSets(torch.tensor([4, 5, 1]), torch.tensor([0, 2]), torch.tensor([2, 1]), torch.tensor([True, False]))
+    DrawnFrom(sets, torch.tensor([0, 1])).limit(logits)
+    assert logits[0].tolist() == [0, 1, 2, 3, -torch.inf, -torch.inf]
+    assert logits[1].tolist() == [-torch.inf, 7, *[-torch.inf] * 4]
+
+
+@pytest.mark.parametrize("pieces", [False, True])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_entropies_are_those_of_what_was_drawn_from(
+    monkeypatch: pytest.MonkeyPatch, pieces: bool, temperature: float
+) -> None:
+    if pieces:
+        monkeypatch.setattr(head, "HEAD_ELEMENTS", 2 * 11)
+    drawn = torch.Generator().manual_seed(3)
+    hidden, matrix = torch.randn(5, 4, generator=drawn), torch.randn(11, 4, generator=drawn)
+    rows, targets = np.array([0, 0, 1, 3, 4, 4]), np.array([2, 3, 1, 0, 10, 9])
+    found = torch.empty(6)
+    head.head_logprobs(hidden, matrix, head.Picks.of(rows, targets), temperature, entropies=found)
+    logprobs = (hidden.double() @ matrix.double().t() / temperature).log_softmax(1)
+    torch.testing.assert_close(found.double(), -(logprobs.exp() * logprobs).sum(1)[rows], atol=1e-6, rtol=1e-6)
+
+
+def test_entropy_counts_what_may_not_be_drawn_for_nothing() -> None:
+    logits = torch.tensor([[1.0, 2.0, -torch.inf, -torch.inf], [5.0, -torch.inf, -torch.inf, -torch.inf]])
+    found = torch.empty(2)
+    head.token_logprobs(logits, torch.tensor([0, 0]), entropies=found)
+    share = 1 / (1 + math.e)
+    assert found.tolist() == pytest.approx(
+        [-share * math.log(share) - (1 - share) * math.log(1 - share), 0.0], abs=1e-6
+    )

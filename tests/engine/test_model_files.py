@@ -117,7 +117,7 @@ def test_a_directory_is_its_own_model(model: Path) -> None:
 
 @pytest.mark.parametrize("path", ["/nowhere/model", "./nowhere", "~/nowhere-at-all", "nowhere", "a/b/c"])
 def test_a_missing_directory_is_refused_without_asking_the_hub(path: str) -> None:
-    with pytest.raises(ModelError, match=r"no model directory at .*; set actor\.path"):
+    with pytest.raises(ModelError, match=r"no model directory at .*; name one"):
         find_model(path)
 
 
@@ -137,3 +137,9 @@ def test_an_id_that_the_hub_does_not_give_is_refused_in_one_line(monkeypatch: py
         ModelError, match=r"^no directory 'some/model' here, and it cannot be downloaded from the model hub: offline$"
     ):
         find_model("some/model")
+
+
+def test_directory_of_a_run_stands_for_its_newest_model(tmp_path: Path) -> None:
+    for name in ("step-000009", "step-999999", "step-1000000", "damaged-step-1000001", "step-1000002.tmp"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    assert find_model(str(tmp_path)) == tmp_path / "checkpoints/step-1000000"

@@ -256,8 +256,8 @@ def test_tokens_are_drawn_as_the_sampler_does(vocab: int, threads: int) -> None:
     params = params_of([(temperatures[row % 6], 1.0, 0, row * 7919) for row in range(64)])
     counts = np.arange(64, dtype=np.uint64)
     with forced_threads(threads):
-        tokens, logprobs = kernel.sample(logits, params, counts)
-    expected, expected_logprobs = sample(logits.contiguous(), params, counts)
+        tokens, logprobs, _ = kernel.sample(logits, params, counts)
+    expected, expected_logprobs, _ = sample(logits.contiguous(), params, counts)
     exact = (logits.double() / params.temperatures[:, None]).log_softmax(-1)
     for row in range(64):
         if tokens[row] != expected[row]:  # only where the point is on the border of the two
@@ -287,7 +287,7 @@ def test_a_row_without_a_token_that_can_be_drawn_is_noticed_and_no_other(row: li
     kernel = NativeKernel(decoder_of(vocab_size=40))
     logits = torch.zeros(3, 40)
     logits[1] = torch.tensor(row)
-    tokens, logprobs = kernel.sample(logits, params_of([(temperature, 1.0, 0, 1)] * 3), [0, 1, 2])
+    tokens, logprobs, _ = kernel.sample(logits, params_of([(temperature, 1.0, 0, 1)] * 3), [0, 1, 2])
     assert not logprobs[1] > -np.inf
     assert all(0 <= token < 40 for token in tokens)
     assert logprobs[0] == logprobs[2] == pytest.approx(-np.log(40))
@@ -298,7 +298,7 @@ def test_tokens_without_probability_are_never_drawn() -> None:
     logits = torch.full((2000, 600), -torch.inf)
     logits[:, 599] = 0.0
     logits[1000:, 17] = -80.0
-    tokens, _ = kernel.sample(logits, params_of([(1.0, 1.0, 0, seed) for seed in range(2000)]), [0] * 2000)
+    tokens, _, _ = kernel.sample(logits, params_of([(1.0, 1.0, 0, seed) for seed in range(2000)]), [0] * 2000)
     assert set(tokens) == {599}
 
 
@@ -309,15 +309,19 @@ def test_rows_with_limits_are_drawn_by_the_sampler_and_the_others_as_if_alone() 
     banned = torch.zeros(6, 101, dtype=torch.bool)
     banned[5, 50:] = True
     params, counts = params_of(rows), np.arange(6, dtype=np.uint64)
-    tokens, logprobs = kernel.sample(logits, params, counts, banned)
-    limited, limited_logprobs = sample(logits, params, counts, banned)
+    tokens, logprobs, sets = kernel.sample(logits, params, counts, banned)
+    limited, limited_logprobs, limited_sets = sample(logits, params, counts, banned)
     for row in (1, 3, 5):
         assert (tokens[row], logprobs[row]) == (limited[row], limited_logprobs[row])
     for row in (0, 2, 4):
         alone = kernel.sample(logits[row : row + 1], params_of(rows[row : row + 1]), counts[row : row + 1])
-        assert ([tokens[row]], [logprobs[row]]) == alone
+        assert ([tokens[row]], [logprobs[row]], {}) == alone
     assert tokens == limited
     assert tokens[5] < 50
+    assert {row: left.tolist() for row, left in sets.items()} == {
+        row: left.tolist() for row, left in limited_sets.items()
+    }
+    assert sets.keys() == {1, 3}
 
 
 # ------------------------------------------------------------------------------------------------------- any schedule

@@ -26,6 +26,7 @@ def beginning(response: ModelResponse, count: int) -> TokenChunk:
         logprobs=response.output_logprobs[:count],
         versions=versions,
         digests={version: response.digests[version] for version in versions},
+        sets=[] if response.choices is None else response.choices.sets()[:count],
     )
 
 
@@ -41,6 +42,15 @@ async def test_resumed_answer_is_the_uninterrupted_one(engine: InferenceEngine, 
         assert again.output_tokens == whole.output_tokens
         assert again.output_logprobs == pytest.approx(whole.output_logprobs, abs=1e-4)
         assert (again.input_tokens, again.stop_reason) == (whole.input_tokens, "length")
+        sets = [[] if each.choices is None else each.choices.sets() for each in (again, whole)]
+        assert [left.tolist() for left in sets[0]] == [left.tolist() for left in sets[1]]
+        assert len(sets[1]) == 30 * ("top_p" in settings)
+
+
+async def test_drawn_tokens_without_what_top_p_left_are_refused(engine: InferenceEngine) -> None:
+    whole = await answer(engine, max_new_tokens=8, seed=5, top_p=0.9)
+    with pytest.raises(RequestError, match="what top_p and top_k left for each of 3 tokens, got 0"):
+        await resumed(engine, replace(beginning(whole, 3), sets=[]), max_new_tokens=8, seed=5, top_p=0.9)
 
 
 async def test_drawn_tokens_come_back_unchanged(engines: Engines, engine: InferenceEngine) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from drawn_rows import with_sets
 from engine_kinds import soon
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -52,7 +53,7 @@ def test_every_row_draws_an_allowed_token_or_says_that_it_cannot(
         banned[row, :: size // 6][:6] = torch.tensor(bans)
     params = [each for _, each, _ in asked]
     counts = [count] * len(asked)
-    tokens, logprobs = sample(logits, SamplingParams.of_rows(params), counts, banned if ban else None)
+    tokens, logprobs, _ = sample(logits, SamplingParams.of_rows(params), counts, banned if ban else None)
     healthy = torch.tensor([0.5, 1.0, 0.0, 2.0, -1.0, 0.0])
     for row, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True)):
         assert 0 <= token < size
@@ -103,7 +104,8 @@ async def test_extreme_settings_are_served_and_their_log_probs_are_those_that_th
         ids = np.array(answer.input_tokens + answer.output_tokens)
         temperature = gconfig.sampling_temperature
         span = Span(ids, np.arange(answer.input_len, len(ids)), 0)
-        computed = trainer.logprobs(TokenBatch([span], torch.full((answer.output_len,), temperature)))
+        batch = TokenBatch([span], torch.full((answer.output_len,), temperature))
+        computed = trainer.logprobs(with_sets(batch, [answer]))
         tolerance = 1e-4 * max(1.0, 1 / temperature)  # what rounding of logits becomes when they are divided
         assert computed.tolist() == pytest.approx(answer.output_logprobs, abs=tolerance), extreme
     await engine.aclose()

@@ -4,15 +4,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tiny_models import write_model
 
 from areal.api.errors import ModelError
-from areal.config.experiment import GRPOConfig
+from areal.config.experiment import GRPOConfig, PPOConfig
 from areal.config.parallel import Ranks
 from areal.config.rollout import GenerationHyperparameters, RolloutConfig
-from areal.config.training import ActorConfig, SchedulerConfig
+from areal.config.training import ActorConfig, LoraConfig, ReferenceConfig, SchedulerConfig
 from areal.engine import memory
-from areal.engine.memory import Serving, Training, pass_terms, state_terms, trie_tokens
+from areal.engine.memory import AdapterSize, Serving, Training, pass_terms, state_terms, trie_tokens
 from areal.engine.model.shape import ModelShape, read_shape
+from areal.engine.models import open_adapted
 from areal.engine.sizing import GIB, HostMemory, gpu_verdict, plan, remedies, verdict, with_settings
 
 CONFIGS = Path(__file__).parent / "model_configs"
@@ -273,3 +275,36 @@ def test_what_is_advised_for_one_place_leaves_room_in_the_others() -> None:
     assert plan(settings, models, smaller).of("host memory").fits  # type: ignore[union-attr]
     advised = remedies(settings, models, smaller, "actor ranks")
     assert not [each for each in advised if "actor.offload" in each.settings]
+
+
+@pytest.mark.slow
+def test_an_adapter_is_planned_with_the_parameters_that_it_has(tmp_path: Path) -> None:
+    """Sixteen bytes for each of its own, four for the model's; the reference is the model that is there."""
+    model = write_model(tmp_path / "model")
+    tiny = read_shape(model)
+    for lora in (LoraConfig(rank=3), LoraConfig(rank=5, targets=["q_proj", "down_proj"])):
+        planned = AdapterSize(lora.rank or 0, tuple(lora.targets)).parameters(tiny)
+        assert planned == len(open_adapted(model, lora, name="m", seed=1).flat)
+    adapted = PPOConfig(
+        actor=ActorConfig(kl_ctl=0.1, lora=LoraConfig(rank=3)),
+        ref=ReferenceConfig("builtin:tiny-math"),
+        gconfig=GenerationHyperparameters(n_samples=2),
+    )
+    whole = replace(adapted, actor=ActorConfig(kl_ctl=0.1))
+    machine = HostMemory(64 << 30, 8 << 30)
+    small, large = (plan(each, {"actor": tiny, "ref": tiny}, machine) for each in (adapted, whole))
+    trained = AdapterSize(3).parameters(tiny)
+    trainer, full = small.of("trainer"), large.of("trainer")
+    assert trainer is not None
+    assert full is not None
+    assert "reference" in full.terms
+    assert "reference" not in trainer.terms
+    assert trainer.terms["optimizer"] == 8 * trained < full.terms["optimizer"]
+    assert trainer.terms["weights"] == full.terms["weights"] + 4 * trained
+    assert trainer.terms["in flight"] <= full.terms["in flight"]
+    published = small.of("shared memory")
+    assert published is not None
+    assert published.total == 2 * 4 * trained
+    engines = small.of("engines")
+    assert engines is not None
+    assert engines.terms["adapted layers"] == 2 * 4 * AdapterSize(3).adapted(tiny)

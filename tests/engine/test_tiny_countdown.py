@@ -16,9 +16,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # the first of them m
 
 def test_it_is_made_as_a_model_with_its_tokenizer(tmp_path: Path) -> None:
     said: list[str] = []
-    replace(TINY_COUNTDOWN, max_steps=5).make(tmp_path, said.append)
+    replace(TINY_COUNTDOWN, max_steps=5).make(tmp_path, lambda text, share: said.append(f"{share:.1%} {text}"))
     tokenizer = load_hf_tokenizer(tmp_path)
-    assert said == ["warming up the built-in model: step 5, success 0.00 of 0.30"]
+    assert said == ["2.5% making builtin:tiny-countdown (once): success 0.00 (goal 0.30)"]
     assert read_architecture(tmp_path).eos_token_ids == (tokenizer.eos_token_id,)
     assert len(tokenizer.encode("3-2+4+9")) == 7
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from drawn_rows import READER, with_sets
 from tiny_models import byte_tokenizer
 
 from areal.api.io_struct import ModelRequest, ModelResponse
@@ -16,6 +17,7 @@ from areal.config.training import OptimizerConfig
 from areal.dataset.builtin import SHAPES
 from areal.engine.builtin.vision import write_untrained
 from areal.engine.models import open_trainable
+from areal.engine.training.choices import ChoiceReader
 from areal.engine.training.engine import TokenBatch, TrainingEngine
 from areal.engine.training.packing import Span
 from areal.utils.hf_utils import load_hf_processor
@@ -29,7 +31,7 @@ def write_gpt2(directory: Path) -> Path:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(vocab_size=VOCABULARY, n_positions=512, n_embd=16, n_layer=2, n_head=2)
-    return _write(directory, GPT2LMHeadModel, config)
+    return save_random(directory, GPT2LMHeadModel, config)
 
 
 def write_gemma2(directory: Path) -> Path:
@@ -47,7 +49,7 @@ def write_gemma2(directory: Path) -> Path:
         max_position_embeddings=512,
         sliding_window=WINDOW,
     )
-    return _write(directory, Gemma2ForCausalLM, config)
+    return save_random(directory, Gemma2ForCausalLM, config)
 
 
 def write_llava(directory: Path) -> Path:
@@ -74,13 +76,13 @@ def write_experts(directory: Path, family: str) -> Path:
         num_experts_per_tok=2,
         max_position_embeddings=512,
     )
-    return _write(directory, getattr(transformers, f"{family}ForCausalLM"), config)
+    return save_random(directory, getattr(transformers, f"{family}ForCausalLM"), config)
 
 
 WRITERS = {"gpt2": write_gpt2, "gemma2": write_gemma2, "llava": write_llava}
 
 
-def _write(directory: Path, kind: Any, config: Any) -> Path:
+def save_random(directory: Path, kind: Any, config: Any) -> Path:
     config.bos_token_id = config.eos_token_id = byte_tokenizer().eos_token_id
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(1)
@@ -132,14 +134,14 @@ def trainer(model: Path, **options: Any) -> TrainingEngine:
     return TrainingEngine(open_trainable(model), OptimizerConfig(lr=1e-2, warmup_steps=0), total_steps=10, **options)
 
 
-def batch(asked: Sequence[ModelRequest], answers: Sequence[ModelResponse]) -> TokenBatch:
+def batch(asked: Sequence[ModelRequest], answers: Sequence[ModelResponse], reader: ChoiceReader = READER) -> TokenBatch:
     """Every sampled token, in order."""
     spans, temperatures = [], []
     for number, (request, response) in enumerate(zip(asked, answers, strict=True)):
         ids = np.array(response.input_tokens + response.output_tokens)
         spans.append(Span(ids, np.arange(response.input_len, len(ids)), number, tuple(request.images)))
         temperatures += [request.gconfig.temperature] * response.output_len
-    return TokenBatch(spans, torch.tensor(temperatures))
+    return with_sets(TokenBatch(spans, torch.tensor(temperatures)), answers, reader)
 
 
 def sampled(answers: Sequence[ModelResponse]) -> torch.Tensor:

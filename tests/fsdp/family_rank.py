@@ -7,6 +7,7 @@ goes to a file: the largest differences that this rank saw.
 import json
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -115,7 +116,7 @@ class Comparison:
     def _train(self, step: int) -> float:
         """The loss of all ranks."""
         share = deal(family_batch(step), self._ranks.data)[self._rank // self._ranks.tensor]
-        figures, _, _ = self._learner.train_batch(share.batch, mean_nll, step)
+        figures, *_ = self._learner.train_batch(share.batch, mean_nll, step)
         loss = torch.tensor(figures["loss"], dtype=torch.float64)
         dist.all_reduce(loss)
         return float(loss) / self._ranks.tensor
@@ -127,17 +128,22 @@ def _furthest(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     return max(float((found[name] - expected[name]).abs().max()) for name in expected)
 
 
-def main(rank: int, order: dict[str, Any]) -> None:
-    cases = [Case(**each) for each in order["cases"]]
-    count = Ranks.parse(cases[0].backend).count
+def compared(case: dict[str, Any], directory: Path, rank: int) -> dict[str, float]:
+    return Comparison(Case(**case), directory, rank).found()
+
+
+def main(compare: Callable[[dict[str, Any], Path, int], dict[str, float]]) -> None:
+    """Make all comparisons of an order. `compare`: one case, the directory of its family's model, and the rank."""
+    rank, order = int(sys.argv[1]), json.loads(sys.argv[2])
+    count = Ranks.parse(order["cases"][0]["backend"]).count
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_RANK": "0", "GLOO_SOCKET_IFNAME": "lo"}
     directory = Path(order["directory"])
     store = dist.FileStore(str(directory / f"store-{count}"), count)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=timedelta(seconds=120))
-    found = [Comparison(case, directory / case.family, rank).found() for case in cases]
+    found = [compare(case, directory / case["family"], rank) for case in order["cases"]]
     (directory / f"found-{count}-{rank}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), json.loads(sys.argv[2]))
+    main(compared)

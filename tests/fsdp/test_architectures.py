@@ -13,10 +13,13 @@ from varlen_on_cpu import varlen_on_cpu
 from areal.api.errors import ModelError
 from areal.config.parallel import Ranks
 from areal.engine.model.device import CPU
+from areal.engine.sharded.messages import Share, rank_wire
 from areal.engine.sharded.model import ShardedModel
 from areal.engine.sharded.packed_attention import find_kernel
+from areal.engine.training import head
 from areal.engine.training.engine import TokenBatch
 from areal.engine.training.packing import pack
+from areal.engine.training.token_sets import FIELD, TokenSets
 from areal.engine.transformers.model import TransformersModel
 from areal.engine.transformers.training import TransformersTraining
 
@@ -90,5 +93,26 @@ def _logprobs(model: Any, batch: TokenBatch) -> torch.Tensor:
     out = torch.empty(len(batch.temperatures))
     with torch.no_grad():
         for part in model.passes(batch.spans, 200):
-            out[part.order] = model.scores(part, batch.temperatures[part.order])
+            out[part.order] = model.scores(part, batch.temperatures[part.order], batch.drawn_at(part.order))
     return out
+
+
+def test_log_probs_are_taken_over_what_was_drawn_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of a share that has travelled to its rank, and where logits are held a piece at a time."""
+    directory, batch = write_family("Llama", tmp_path), random_batch(3)
+    targets = [int(span.ids[place]) for span in batch.spans for place in span.asked]
+    left = [sorted({target, 3, 5 + number % 7}) for number, target in enumerate(targets)]
+    sizes = torch.tensor([0, *map(len, left)])
+    ids = torch.tensor([each for one in left for each in one])
+    inverted = torch.tensor([True, *[False] * len(left)])
+    batch.sets = TokenSets(ids, sizes.cumsum(0) - sizes, sizes, inverted)
+    numbers = torch.arange(len(targets))
+    batch.fields[FIELD] = torch.where(numbers % 4 == 0, 0, numbers + 1)  # every fourth was drawn from everything
+    alone = _logprobs(TransformersTraining(TransformersModel(directory, trainable=True)), batch)
+    travelled = rank_wire().unpack(rank_wire().pack(Share.of(batch))).batch()
+    packed = ShardedModel(directory, Ranks(1, 1), CPU)
+    torch.testing.assert_close(_logprobs(packed, travelled), alone, atol=1e-5, rtol=0)
+    monkeypatch.setattr(head, "HEAD_ELEMENTS", 3 * packed.module.config.vocab_size)
+    torch.testing.assert_close(_logprobs(packed, travelled), alone, atol=1e-5, rtol=0)
+    batch.sets = None
+    assert (_logprobs(packed, batch) - alone).abs().max() > 0.1

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -73,10 +74,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_ranks(cases: Sequence[Case], directory: Path) -> dict[Case, dict[str, float]]:
-    """The largest difference of any rank, for each case."""
-    count = Ranks.parse(cases[0].backend).count
-    order = json.dumps({"directory": str(directory), "cases": [asdict(case) for case in cases]})
     script = Path(__file__).with_name("family_rank.py")
+    found = launch(script, cases[0].backend, [asdict(case) for case in cases], directory)
+    return dict(zip(cases, found, strict=True))
+
+
+def launch(script: Path, backend: str, cases: Sequence[dict[str, Any]], directory: Path) -> list[dict[str, float]]:
+    """The largest difference of any rank, for each case that a script is given."""
+    count = Ranks.parse(backend).count
+    order = json.dumps({"directory": str(directory), "cases": cases})
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     ranks = [
         subprocess.Popen(
@@ -95,9 +101,7 @@ def run_ranks(cases: Sequence[Case], directory: Path) -> dict[Case, dict[str, fl
     printed = [(directory / f"output-{count}-{rank}.txt").read_text()[-3000:] for rank in range(count)]
     assert codes == [0] * count, "\n".join(printed)
     found = [json.loads((directory / f"found-{count}-{rank}.json").read_text()) for rank in range(count)]
-    return {
-        case: {name: max(each[name] for each in of) for name in of[0]} for case, *of in zip(cases, *found, strict=True)
-    }
+    return [{name: max(each[name] for each in of) for name in of[0]} for of in zip(*found, strict=True)]
 
 
 @pytest.fixture(scope="session")

@@ -11,12 +11,22 @@ import torch
 from areal.api.io_struct import ModelResponse
 from areal.api.messages import Episode, GroupResult, Row
 from areal.config.experiment import PPOConfig
+from areal.config.presets import resolve
 from areal.config.rollout import GenerationHyperparameters
 from areal.config.training import ActorConfig, OptimizerConfig
 from areal.engine.builtin.tokenizer import make_tokenizer
 from areal.engine.model.architecture import Architecture
 from areal.engine.model.decoder import initialise
-from areal.engine.training.engine import TrainingEngine
+from areal.engine.training.engine import TokenBatch, TrainingEngine
+from areal.trainer.batch import (
+    minibatches,
+    rows_of_groups,
+    token_batch,
+    with_advantages,
+    without_forced,
+    without_truncated,
+)
+from areal.trainer.critic import ValueUpdate
 from areal.trainer.run_directory import RunDirectory
 from areal.trainer.update import PolicyUpdate
 from areal.trajectory import Renderer, Tree, assign_reward, export
@@ -121,6 +131,17 @@ def _versioned_row(versions: list[int]) -> Row:
     zeros = np.zeros(len(versions), dtype=np.float32)
     index = np.where(array >= 0, 0, -1)
     return Row(np.arange(len(versions)), array >= 0, zeros, array, zeros, index, zeros + 1, reward=1.0)
+
+
+def make_token_batch(
+    groups: Sequence[GroupResult], actor: ActorConfig, critic: ValueUpdate | None = None
+) -> TokenBatch:
+    """A batch as one minibatch with its advantages and weights."""
+    algorithm = resolve(actor).algorithm
+    batch = with_advantages(token_batch(rows_of_groups(groups)), algorithm, 512, critic)
+    batch = without_forced(without_truncated(batch) if actor.mask_truncated else batch)
+    (whole,) = minibatches(batch, 1, "", algorithm)
+    return whole
 
 
 def gradient_of(groups: Sequence[GroupResult], **settings: Any) -> torch.Tensor:

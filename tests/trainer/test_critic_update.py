@@ -8,22 +8,34 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_runs import byte_tokenizer, make_batch, make_config, make_engine, make_group
+from small_runs import (
+    branching_tree,
+    byte_tokenizer,
+    group_of,
+    make_batch,
+    make_config,
+    make_engine,
+    make_group,
+    make_token_batch,
+)
 from table_models import TablePass, passes_of
 from torch import Tensor
 
-from areal import PPOTrainer
-from areal.api.errors import NonFiniteUpdate, RunExists
-from areal.api.messages import GroupResult
+from areal.api.errors import ArealError, NonFiniteUpdate, RunExists
+from areal.api.messages import Episode, GroupResult
 from areal.config.training import ActorConfig, CriticConfig, OptimizerConfig
 from areal.engine.training.engine import Loss, TokenBatch, TrainingEngine
 from areal.engine.training.figures import Figures
 from areal.engine.training.head import Temperatures
 from areal.engine.training.packing import Span
+from areal.engine.training.token_sets import DrawnFrom
+from areal.trainer.batch import rows_of_groups, token_batch
 from areal.trainer.checkpoint import DamagedCheckpoint, load_checkpoint, save_checkpoint
 from areal.trainer.critic import ValueUpdate
-from areal.trainer.run import Trainer
-from areal.trainer.update import PolicyUpdate, rows_of_groups, token_batch
+from areal.trainer.ppo import PPOTraining
+from areal.trainer.run import TrainingWork
+from areal.trainer.update import PolicyUpdate
+from areal.trajectory import export, nodes_of
 
 pytestmark = pytest.mark.slow
 
@@ -57,10 +69,16 @@ class WatchedCritic:
         return self.engine.values(batch)
 
     def train_batch(
-        self, batch: TokenBatch, loss: Loss, place: int | None = None, *, scores: Tensor | None = None
+        self,
+        batch: TokenBatch,
+        loss: Loss,
+        place: int | None = None,
+        *,
+        scores: Tensor | None = None,
+        entropies: Tensor | None = None,
     ) -> Figures:
         self.batches.append(batch)
-        return self.engine.train_batch(batch, loss, place, scores=scores)
+        return self.engine.train_batch(batch, loss, place, scores=scores, entropies=entropies)
 
     def begin_checkpoint(self, directory: Path) -> Callable[[], None] | None:
         raise NotImplementedError
@@ -74,7 +92,7 @@ class WatchedCritic:
 
 def test_advantage_is_the_return_minus_the_value_and_the_target_the_return() -> None:
     critic, actor = make_critic(), make_actor()
-    batch = token_batch(rows_of_groups(make_batch()), actor, ValueUpdate(critic, CriticConfig(), actor))
+    batch = make_token_batch(make_batch(), actor, ValueUpdate(critic, CriticConfig(), actor))
     returns = np.concatenate([each.row.returns[each.row.loss_mask] for each in rows_of_groups(make_batch())])
     values = critic.values(batch)
     assert float(values.std()) > 0.1
@@ -83,12 +101,36 @@ def test_advantage_is_the_return_minus_the_value_and_the_target_the_return() -> 
     assert torch.equal(batch.fields["old_values"], values)
 
 
+@pytest.mark.parametrize("style", ["individual", "concat"])
+def test_estimates_go_from_turn_to_turn_where_they_are_asked_to(style: Any) -> None:
+    """An answer with two continuations, which alone are rewarded."""
+    tree, critic, actor = branching_tree(), make_critic(), make_actor(gae_over="episode", gae_lambda=0.0)
+    talk = Episode(export(tree, style, turn_discount=0.9), tree.reward, nodes=nodes_of(tree))
+    groups = [make_group(0, [1.0, 0.0]), GroupResult(1, [talk], [], {})]
+    batch = token_batch(rows_of_groups(groups))
+    values, completions = critic.values(batch), batch.fields["completions"]
+    update = ValueUpdate(critic, CriticConfig(), actor, turn_discount=0.9)
+    result = PolicyUpdate(make_engine(), actor, None, seed=1, critic=update).step(groups)
+    advantages = torch.from_numpy(np.concatenate([row.advantages for row in result.rows]))
+    before, *after = (torch.nonzero(completions == number).flatten() for number in (2, 3, 4))
+    expected = 0.9 * float(torch.stack([values[places[0]] for places in after]).mean()) - float(values[before[-1]])
+    assert float(advantages[before[-1]]) == pytest.approx(expected, abs=1e-5)
+    for places, reward in zip(after, (1.0, -0.5), strict=True):
+        assert float(advantages[places[-1]]) == pytest.approx(reward - float(values[places[-1]]), abs=1e-5)
+
+
+def test_turns_that_nobody_knows_are_refused_with_the_remedy() -> None:
+    groups = [group_of(branching_tree(), "concat")]
+    with pytest.raises(ArealError, match=r"an episode of 3 completions .* set actor\.gae_over=completion"):
+        make_update(make_engine(), make_critic(), gae_over="episode").step(groups)
+
+
 @pytest.mark.parametrize("norm", ["batch", "group"])
 def test_advantages_are_normalised_as_others_are(norm: Any) -> None:
     def advantages(**settings: Any) -> Tensor:
         actor = make_actor(**settings)
         value = ValueUpdate(make_critic(), CriticConfig(), actor)
-        return token_batch(rows_of_groups(make_batch()), actor, value).fields["advantages"]
+        return make_token_batch(make_batch(), actor, value).fields["advantages"]
 
     plain, scaled = advantages(gae_lambda=0.9), advantages(gae_lambda=0.9, adv_norm=norm)
     ratio = scaled / plain
@@ -98,9 +140,7 @@ def test_advantages_are_normalised_as_others_are(norm: Any) -> None:
 
 def test_every_minibatch_has_the_values_of_the_weights_before_the_first() -> None:
     critic = WatchedCritic(make_critic())
-    whole = token_batch(
-        rows_of_groups(make_batch()), make_actor(), ValueUpdate(make_critic(), CriticConfig(), make_actor())
-    )
+    whole = make_token_batch(make_batch(), make_actor(), ValueUpdate(make_critic(), CriticConfig(), make_actor()))
     known = {span.ids.tobytes(): part for span, part in zip(whole.spans, split(whole, "old_values"), strict=True)}
     make_update(make_engine(), critic, ppo_n_minibatches=3).step(make_batch())
     assert len(critic.batches) == 3
@@ -192,7 +232,13 @@ class TableCritic:
     def passes(self, spans: Sequence[Span], max_tokens: int) -> Iterator[TablePass]:
         return passes_of(spans)
 
-    def scores(self, part: TablePass, temperatures: Temperatures) -> Tensor:
+    def scores(
+        self,
+        part: TablePass,
+        temperatures: Temperatures,
+        drawn: DrawnFrom | None = None,
+        entropies: Tensor | None = None,
+    ) -> Tensor:
         before = np.concatenate([span.ids[span.asked - 1] for span in part.spans])
         return self._table[torch.from_numpy(before).long()]
 
@@ -210,7 +256,7 @@ def test_gradients_of_the_critic_are_those_written_down_token_by_token(
     actor = make_actor(discount=discount, gae_lambda=gae_lambda)
     update = ValueUpdate(critic, CriticConfig(eps_clip=eps_clip), actor)
     first = model.flat.detach().tolist()
-    batch = token_batch(rows_of_groups(groups), actor, update)
+    batch = make_token_batch(groups, actor, update)
     present = list(first)
     for step in range(2):
         update.train(batch, place=step, step=1)
@@ -289,7 +335,7 @@ def open_run(output_dir: Path, tiny_math: Path, *, critic: bool, kept: bool = Tr
     config.actor.path, config.actor.group_baseline = str(tiny_math), "none"
     config.critic.path = str(tiny_math) if critic else ""
     config.recover.mode = mode
-    with PPOTrainer(config, [{"messages": []}]) as trainer, Trainer._open_run(trainer, 10) as parts:
+    with PPOTraining(config, [{"messages": []}], []) as training, TrainingWork._open_run(training, 10) as parts:
         fingerprint = {k: v for k, v in parts.fingerprint.items() if kept or k != "critic.path"}
         state = {"step": parts.standing.saved_step + 1, "fingerprint": fingerprint}
         target = parts.directory.checkpoint(state["step"])

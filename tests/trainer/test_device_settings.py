@@ -6,12 +6,11 @@ from typing import Any
 import pytest
 import torch
 
+from areal import PPOTrainer, SFTTrainer
 from areal.config.errors import ConfigError
 from areal.config.experiment import PPOConfig, SFTConfig
 from areal.config.rollout import GenerationHyperparameters, RolloutConfig
 from areal.config.training import ActorConfig
-from areal.trainer.ppo import PPOTrainer
-from areal.trainer.sft import SFTTrainer
 
 TASKS: list[dict[str, Any]] = [{"messages": [{"role": "user", "content": "Sort 5291"}], "answer": "1259"}] * 64
 
@@ -29,7 +28,7 @@ def test_a_device_that_is_not_there_is_refused_at_once(section: str, device: str
     )
     config = PPOConfig(output_dir=str(tmp_path), gconfig=GenerationHyperparameters(n_samples=2), **sections)
     with pytest.raises(ConfigError, match=rf"{section}\.device .* got {device}.* use (cpu|one below)"):
-        PPOTrainer(config, TASKS)
+        PPOTrainer(config, TASKS).train(workflow="areal.workflow.openai.math_agent.MathAgent")
     assert not list(tmp_path.iterdir())
 
 

@@ -15,6 +15,7 @@ from areal.trainer.evaluation import (
     Evaluation,
     Z,
     bootstrap,
+    by_task,
     greedy_verdict,
     paired_wilson,
     pass_at_k,
@@ -148,3 +149,9 @@ def test_verdict_says_how_many_episodes_are_missing() -> None:
 def test_greedy_line_says_how_sure_it_is() -> None:
     line = greedy_verdict(evaluation(0, 1, 0, 0), evaluation(1, 1, 1, 1))
     assert line.startswith("greedy 0.25 → 1.00 on 4 held-out tasks (95 %: 0.05–0.70 → 0.51–1.00, difference ")
+
+
+def test_samples_of_a_task_become_one_result() -> None:
+    one, two = by_task([task(1), task(0), task(0), task(rejected=1)], 2)
+    assert ([each.reward for each in one.episodes], one.rejections) == ([1, 0], [])
+    assert ([each.reward for each in two.episodes], len(two.rejections)) == ([0], 1)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from fleet_of_groups import TASKS, FleetOfGroups, ppo_config, run, save_model
 from small_runs import make_engine, make_group
 
@@ -419,3 +420,48 @@ def test_every_held_out_task_is_sampled_as_often_as_asked_and_once_greedily(
     assert (after["reward"], after["tasks"], after["episodes"]) == (0.5, 3, 12)
     assert after["pass_at_k"] == pytest.approx([0.5, 2 / 3, 2 / 3, 2 / 3])
     assert summary["held_out"]["after_greedy"]["reward"] == 0.0
+
+
+class KeepingFleet(FleetOfGroups):
+    """Remembers which groups it is to keep."""
+
+    keep: Callable[[GroupResult], bool]
+
+    def begin(
+        self,
+        tasks: Iterator[tuple[int, dict[str, Any]]],
+        admission: Admission,
+        keep: Any,
+        record: GroupRecord,
+        ready: Sequence[GroupResult],
+    ) -> None:
+        super().begin(tasks, admission, keep, record, ready)
+        self.keep = keep
+
+
+@pytest.mark.parametrize(("algorithm", "kept"), [("dapo", False), ("grpo", True)])
+def test_groups_of_equal_rewards_are_dropped_where_the_algorithm_says_so(
+    algorithm: str, kept: bool, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, fleet = ppo_config(tmp_path, model), KeepingFleet()
+    config.actor.algorithm = algorithm
+    run(config, monkeypatch, fleet)
+    assert fleet.keep(make_group(0, [0, 1]))
+    assert fleet.keep(make_group(0, [1, 1])) == kept
+
+
+def test_what_was_computed_is_written_down_with_where_it_comes_from(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = ppo_config(tmp_path, model)
+    config.actor.algorithm, config.actor.eps_clip_higher = "dapo", 0.3
+    result = run(config, monkeypatch)
+    actor = yaml.safe_load((tmp_path / "test/one/config.yaml").read_text())["actor"]
+    assert (actor["algorithm"], actor["eps_clip_higher"], actor["overlong_share"]) == ("dapo", 0.3, 0.2)
+    assert "preset" not in actor.values()
+    with StoreReader(result.run_dir) as reader:
+        stored = reader.meta()["algorithm"]
+    lines = {each["name"]: each for each in stored["settings"]}
+    assert stored["name"] == "dapo"
+    assert (lines["eps_clip_higher"]["origin"], lines["eps_clip_higher"]["instead_of"]) == ("you", "0.28")
+    assert lines["overlong_share"]["origin"] == "preset"

@@ -20,6 +20,7 @@ from areal.config.training import ActorConfig, OptimizerConfig
 from areal.engine.training.engine import TrainingEngine
 from areal.engine.training.head import Temperatures
 from areal.engine.training.packing import Span
+from areal.engine.training.token_sets import DrawnFrom
 from areal.trainer.update import PolicyUpdate
 
 TOKENS = 7
@@ -43,7 +44,13 @@ class TablePolicy:
     def passes(self, spans: Sequence[Span], max_tokens: int) -> Iterator[TablePass]:
         return passes_of(spans)
 
-    def scores(self, part: TablePass, temperatures: Temperatures) -> Tensor:
+    def scores(
+        self,
+        part: TablePass,
+        temperatures: Temperatures,
+        drawn: DrawnFrom | None = None,
+        entropies: Tensor | None = None,
+    ) -> Tensor:
         if torch.is_grad_enabled():
             self.trained.append((self.flat.detach().clone(), part.spans))
         before = np.concatenate([span.ids[span.asked - 1] for span in part.spans])
@@ -132,9 +139,9 @@ def reference_gradient(
 
 CASES: dict[str, tuple[dict[str, Any], bool, str, bool]] = {
     # settings, samples may be stale, what the ratio is clipped around, whether the behaviour weighs
-    "plain": ({"recompute_logprob": False}, True, "sampler", False),
+    "plain": ({"recompute_logprob": False, "use_decoupled_loss": False}, True, "sampler", False),
     "plain, recomputed, on-policy": ({"recompute_logprob": True}, False, "proximal", False),
-    "plain, recomputed, stale": ({"recompute_logprob": True}, True, "proximal", True),
+    "plain, recomputed, stale": ({"recompute_logprob": True, "use_decoupled_loss": False}, True, "proximal", True),
     "decoupled": ({"recompute_logprob": False, "use_decoupled_loss": True}, True, "proximal", True),
     "decoupled, recomputed": ({"recompute_logprob": True, "use_decoupled_loss": True}, True, "proximal", True),
     "decoupled, recomputed, on-policy": (

@@ -89,7 +89,7 @@ def kinds(models: Path) -> dict[str, dict[str, Any]]:
         "decoupled": {"actor": {"use_decoupled_loss": True}},
         "recomputed": {"actor": {"recompute_logprob": True}, "staleness": 0},
         "reference": {"actor": {"kl_ctl": 0.1}, "ref": ReferenceConfig(path=str(models / "policy"))},
-        "critic": {"actor": {"group_baseline": "none", "gae_lambda": 0.9}, "critic": critic},
+        "critic": {"actor": {"group_baseline": "none", "gae_lambda": 0.9, "gae_over": "episode"}, "critic": critic},
         "bfloat16": {"actor": {"dtype": "bfloat16"}},
     }
 

@@ -14,6 +14,7 @@ from small_runs import make_config, make_directory
 from areal.api.errors import ArealError, RunExists
 from areal.config.experiment import PPOConfig
 from areal.config.loader import build
+from areal.config.rollout import ProxyConfig
 from areal.config.training import RecoverConfig
 from areal.trainer.run_directory import RunDirectory, explained_storage_errors
 
@@ -23,6 +24,12 @@ def test_config_that_is_written_reads_back_the_same(tmp_path: Path) -> None:
     run = RunDirectory.open(config)
     assert run.path == tmp_path / "test" / "one"
     assert build(PPOConfig, yaml.safe_load((run.path / "config.yaml").read_text())) == config
+    run.close()
+
+
+def test_admin_key_is_not_written_to_the_run(tmp_path: Path) -> None:
+    run = make_directory(tmp_path, proxy=ProxyConfig(admin_key="a-key-of-ones-own"))
+    assert "a-key-of-ones-own" not in (run.path / "config.yaml").read_text()
     run.close()
 
 

@@ -12,7 +12,8 @@ from areal.api.messages import GroupResult, Row, TrainedRow
 from areal.config.training import ActorConfig
 from areal.engine.training.engine import TrainingEngine
 from areal.engine.training.packing import Span
-from areal.trainer.update import PolicyUpdate, rows_of_groups
+from areal.trainer.batch import rows_of_groups
+from areal.trainer.update import PolicyUpdate
 
 pytestmark = pytest.mark.slow
 

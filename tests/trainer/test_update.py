@@ -1,27 +1,46 @@
 """One update: how groups become weighted tokens, and against which log-probs and under which loss they are trained."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from small_runs import branching_tree, gradient_of, group_of, make_batch, make_config, make_engine, make_group
+from small_runs import (
+    PROMPT,
+    branching_tree,
+    gradient_of,
+    group_of,
+    make_batch,
+    make_config,
+    make_engine,
+    make_group,
+    make_token_batch,
+)
 
 from areal.api.errors import NonFiniteUpdate
-from areal.api.messages import Episode, GroupResult
+from areal.api.io_struct import Choices
+from areal.api.messages import Episode, GroupResult, Row
+from areal.config.presets import resolve
 from areal.config.rollout import RolloutConfig
 from areal.config.training import ActorConfig, OptimizerConfig
 from areal.engine.training.engine import TokenBatch, TrainingEngine, learning_rate
+from areal.store.reader import StoreReader
+from areal.store.records import StepRecord
+from areal.store.writer import StoreWriter
+from areal.trainer.batch import minibatches, rows_of_groups, select, useful_tokens
 from areal.trainer.learners import policy_update
-from areal.trainer.update import PolicyUpdate, minibatches, rows_of_groups, token_batch, without_zero_advantages
+from areal.trainer.update import PolicyUpdate
 from areal.trajectory.tensors import rows_of
 
 pytestmark = pytest.mark.slow
 
+DEFAULT = resolve(ActorConfig()).algorithm
+
 
 def whole(groups: list[GroupResult], **settings: object) -> TokenBatch:
-    return token_batch(rows_of_groups(groups), ActorConfig(**settings))  # type: ignore[arg-type]
+    return make_token_batch(groups, ActorConfig(**settings))  # type: ignore[arg-type]
 
 
 def first_advantages(batch: TokenBatch) -> list[float]:
@@ -77,7 +96,7 @@ def test_rows_are_compared_within_the_group_ids_of_their_workflow() -> None:
     assert first_advantages(whole([group])) == [0.5, -10.0, -0.5, 10.0]
     other = group_of_dicts(tensor_dict([4.0, 8.0], group_id=roles), tensor_dict([2.0]))
     assert first_advantages(whole([group, other]))[4:] == [0.0, 0.0, 0.0]  # of another task, each alone in its group
-    parts = minibatches(whole([group, other]), 2, "seed")
+    parts = minibatches(whole([group, other]), 2, "seed", DEFAULT)
     assert [len({span.group for span in part.spans}) for part in parts] == [1, 1]  # a task stays whole
 
 
@@ -86,7 +105,7 @@ def test_rows_are_compared_within_the_group_ids_of_their_workflow() -> None:
 def test_minibatches_partition_the_batch_by_whole_groups_and_each_weighs_one(count: int, loss_norm: str) -> None:
     groups = make_batch(groups=5)
     batch = whole(groups, loss_norm=loss_norm)
-    parts = minibatches(batch, count, "seed")
+    parts = minibatches(batch, count, "seed", replace(DEFAULT, loss_norm=loss_norm))
     assert len(parts) == min(count, 5)
     homes = [{span.group for span in part.spans} for part in parts]
     assert sorted(group for home in homes for group in home) == [0, 1, 2, 3, 4]
@@ -101,7 +120,7 @@ def test_minibatches_differ_between_seeds_and_are_the_same_for_one() -> None:
     batch = whole(make_batch(groups=8))
 
     def homes(seed: str) -> list[set[int]]:
-        return [{span.group for span in part.spans} for part in minibatches(batch, 2, seed)]
+        return [{span.group for span in part.spans} for part in minibatches(batch, 2, seed, DEFAULT)]
 
     assert homes("1-0") == homes("1-0")
     assert len({str(homes(f"1-{version}")) for version in range(8)}) > 1
@@ -110,14 +129,15 @@ def test_minibatches_differ_between_seeds_and_are_the_same_for_one() -> None:
 @pytest.mark.parametrize("adv_norm", ["none", "group", "batch"])
 def test_advantages_are_those_of_the_whole_batch_in_every_minibatch(adv_norm: str) -> None:
     batch = whole(make_batch(groups=6), adv_norm=adv_norm)
-    for part in minibatches(batch, 3, "seed"):
+    for part in minibatches(batch, 3, "seed", DEFAULT):
         known = dict(zip((id(span.ids) for span in batch.spans), first_advantages(batch), strict=True))
         assert [known[id(span.ids)] for span in part.spans] == first_advantages(part)
 
 
 def test_groups_without_a_difference_are_left_out_and_the_gradient_stays() -> None:
     useful, useless = make_group(0, [1, 0, 0]), make_group(1, [1, 1, 1])
-    assert [span.group for span in without_zero_advantages(whole([useful, useless])).spans] == [0, 0, 0]
+    batch = whole([useful, useless])
+    assert [span.group for span in select(batch, useful_tokens(batch)).spans] == [0, 0, 0]
     # A tiny advantage keeps the useless group in; what it adds is as tiny.
     nearly = make_group(1, [1, 1, 1 + 1e-9])
     nearly.episodes[2].rows[0].returns *= 1 + 1e-6
@@ -155,7 +175,7 @@ def update(groups: list[GroupResult], engine: TrainingEngine, **settings: object
 
 def on_policy(groups: list[GroupResult]) -> list[GroupResult]:
     """The same tokens, with the log-probs that the untrained engine gives them."""
-    batch = token_batch(rows_of_groups(groups), ActorConfig())
+    batch = whole(groups)
     parts = make_engine().logprobs(batch).split([len(span.asked) for span in batch.spans])
     for each, values in zip(rows_of_groups(groups), parts, strict=True):
         each.row.logprobs[each.row.loss_mask] = values.numpy()
@@ -164,7 +184,7 @@ def on_policy(groups: list[GroupResult]) -> list[GroupResult]:
 
 def test_rewarded_tokens_become_likelier_and_the_version_goes_up() -> None:
     engine, groups = make_engine(), make_batch()
-    batch = token_batch(rows_of_groups(groups), ActorConfig())
+    batch = whole(groups)
     advantages = batch.fields["advantages"]
     before = engine.logprobs(batch)
     figures = update(groups, engine)
@@ -432,3 +452,63 @@ def test_a_batch_that_teaches_nothing_leaves_the_weights_alone() -> None:
     assert torch.equal(engine.flat, before)
     assert engine.version == 1
     assert figures["loss"] == 0
+
+
+def limited(row: Row, sizes: Sequence[int]) -> Row:
+    """Its tokens were drawn from so many each, the lowest ids among them."""
+    tokens = row.input_ids[row.loss_mask]
+    sets = [np.unique([*range(size - 1), int(token)]) for size, token in zip(sizes, tokens, strict=True)]
+    counts, ids = np.array([len(each) for each in sets], np.int32), np.concatenate(sets).astype(np.int32)
+    begin = int(row.loss_mask.argmax())
+    return replace(row, choices=[Choices(begin, begin + len(tokens), sizes=counts, ids=ids)])
+
+
+def test_tokens_without_a_choice_leave_the_loss_and_its_normaliser() -> None:
+    group = make_group(0, [1, 0])
+    episode = group.episodes[0]
+    count = int(episode.rows[0].loss_mask.sum())
+    forced = replace(episode, rows=[limited(episode.rows[0], [1] + [40] * (count - 1))])
+    batch = whole([replace(group, episodes=[forced, group.episodes[1]])])
+    rest = len(batch.temperatures) - (count - 1)
+    assert len(batch.spans[0].asked) == count - 1
+    assert batch.fields["weights"].tolist() == pytest.approx([1 / (count - 1 + rest)] * (count - 1 + rest))
+    assert first_advantages(batch) == [0.5, -0.5], "the completion counts all the same"
+    greedy = replace(episode, rows=[replace(episode.rows[0], choices=[Choices(PROMPT, PROMPT + count, greedy=True)])])
+    alone = whole([replace(group, episodes=[greedy, group.episodes[1]])])
+    assert (len(alone.spans), first_advantages(alone)) == (1, [-0.5])
+    nothing = update([replace(group, episodes=[greedy, greedy])], make_engine())
+    assert nothing.get("trained_tokens", 0) == 0
+
+
+def test_what_was_drawn_from_is_taken_through_minibatches_and_styles_of_export() -> None:
+    tree = branching_tree()
+    for node in tree.completions:
+        row = make_group(0, [1]).episodes[0].rows[0]
+        row = replace(row, input_ids=node.output_ids, loss_mask=np.ones(len(node.output_ids), np.bool_))
+        (node.choices,) = limited(row, [5 + place % 3 for place in range(len(node.output_ids))]).choices
+    gradients = [gradient_of([group_of(tree, style)]) for style in ("individual", "concat")]
+    torch.testing.assert_close(*gradients, atol=1e-6, rtol=1e-4)
+    for node in tree.completions:
+        node.choices = None
+    assert (gradient_of([group_of(tree, "concat")]) - gradients[0]).norm() > 0.1 * gradients[0].norm()
+
+
+def test_a_stored_batch_leads_to_the_same_weights(tmp_path: Path) -> None:
+    groups = make_batch()
+    for group in groups:
+        for episode in group.episodes:
+            (row,) = episode.rows
+            episode.rows = [limited(row, [7] * int(row.loss_mask.sum()))]
+    with StoreWriter(tmp_path) as store:
+        for group in groups:
+            store.ready(group)
+        store.step(StepRecord(1, 1, "digest", [group.task_id for group in groups], {}, {}))
+    with StoreReader(tmp_path) as reader:
+        again = reader.batch(1)
+    assert again is not None
+    flats = []
+    for batch in (groups, again):
+        engine = make_engine()
+        update(batch, engine)
+        flats.append(engine.flat.detach().clone())
+    assert torch.equal(*flats)

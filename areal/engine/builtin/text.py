@@ -6,12 +6,13 @@ training problems only. They show the form of an answer and a part of the skill:
 wrong one, calculator calls, so that agents of every kind begin with some success.
 """
 
+import fcntl
 import os
 import random
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import cycle, islice
 from pathlib import Path
@@ -26,16 +27,16 @@ from areal.engine.inference.model_runner import ModelRunner
 from areal.engine.inference.sampler import SamplingParams, sample
 from areal.engine.model.architecture import Architecture
 from areal.engine.model.decoder import initialise
+from areal.engine.model_path import Report
 from areal.engine.training.engine import TrainingEngine
 from areal.engine.training.supervised import Example, mean_nll, supervised_batch
 from areal.reward.countdown import reaches
 from areal.utils.cache import cache_directory
 from areal.utils.hf_utils import load_hf_tokenizer
 
-Report = Callable[[str], None]
-"""Gets lines on the progress."""
-
 _BATCH = 64
+MAKING = "making-"
+"""How the names of directories begin in which models are made."""
 _CHECK_STEPS = 5
 """Steps between two measurements of success."""
 
@@ -61,6 +62,8 @@ class Recipe:
     """An answer that has not ended by then is wrong."""
     target_success: float = 0.35
     """Warm-up ends when this share of sampled answers is right."""
+    usual_steps: int = 115
+    """After which that is so, on most machines: an estimate to show."""
     max_steps: int = 600
     hidden_size: int = 96
     intermediate_size: int = 256
@@ -108,9 +111,7 @@ class Recipe:
             engine.train_batch(supervised_batch(list(islice(stream, _BATCH)), tokenizer), mean_nll)
             if step % _CHECK_STEPS == 0:
                 success = self._success(engine, tokenizer, exam)
-                report(
-                    f"warming up the built-in model: step {step}, success {success:.2f} of {self.target_success:.2f}"
-                )
+                report(progress_line(self.name, success, self.target_success), step / self.usual_steps)
                 if success >= self.target_success:
                     return
 
@@ -242,6 +243,7 @@ TINY_COUNTDOWN = Recipe(
     right=_hits,
     answer_tokens=16,
     target_success=0.3,
+    usual_steps=200,
 )
 
 
@@ -256,21 +258,52 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def progress_line(name: str, success: float, target: float) -> str:
+    return f"making builtin:{name} (once): success {success:.2f} (goal {target:.2f})"
+
+
 def cached(name: str, make: Callable[[Path, Report], None], report: Report) -> Path:
     """The directory of the model of that name, made now if it is not cached. Several processes may ask at once."""
     target = cache_directory() / name
     if not (target / "config.json").exists():
         target.parent.mkdir(parents=True, exist_ok=True)
-        making = Path(tempfile.mkdtemp(prefix="making-", dir=target.parent))
-        try:
+        _remove_abandoned(target.parent)
+        with _own_directory(target.parent) as making:
             make(making, report)
-            os.rename(making, target)
-        except OSError:
-            if not (target / "config.json").exists():
-                raise
-        finally:
-            shutil.rmtree(making, ignore_errors=True)
+            try:
+                os.rename(making, target)
+            except OSError:  # another process was faster
+                if not (target / "config.json").exists():
+                    raise
     return target
+
+
+@contextmanager
+def _own_directory(parent: Path) -> Iterator[Path]:
+    """A new directory, which is removed in the end if it is still there, and by `_remove_abandoned` if this process is
+    killed."""
+    new = Path(tempfile.mkdtemp(dir=parent))
+    held = os.open(new, os.O_RDONLY)
+    with suppress(OSError):  # where there are no locks, nothing is taken for abandoned either
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    making = new.rename(parent / f"{MAKING}{new.name}")  # only now, when it is locked, may others look at it
+    try:
+        yield making
+    finally:
+        shutil.rmtree(making, ignore_errors=True)
+        os.close(held)
+
+
+def _remove_abandoned(parent: Path) -> None:
+    """Remove what processes left that were killed while they made a model: the lock of such a directory is free."""
+    for each in parent.glob(f"{MAKING}*"):
+        with suppress(OSError):  # it is locked, or it has just become a model
+            held = os.open(each, os.O_RDONLY)
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(each, ignore_errors=True)
+            finally:
+                os.close(held)
 
 
 def sampled_answers(
@@ -285,7 +318,7 @@ def sampled_answers(
     outputs: list[list[int]] = [[] for _ in prompts]
     logits = runner.prefill(range(len(prompts)), prompts, images)
     for count in range(max_tokens):
-        tokens, _ = sample(logits, params, [count] * len(prompts))
+        tokens, *_ = sample(logits, params, [count] * len(prompts))
         for output, token in zip(outputs, tokens, strict=True):
             output.append(token)
         logits = runner.decode(tokens, [len(prompt) + count for prompt in prompts])

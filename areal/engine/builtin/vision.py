@@ -15,8 +15,9 @@ import torch
 
 from areal.config.training import OptimizerConfig
 from areal.dataset.builtin import IMAGE_SIZE, SHAPES, SHAPES_QUESTION, Drawing
-from areal.engine.builtin.text import Report, cached, sampled_answers
+from areal.engine.builtin.text import cached, progress_line, sampled_answers
 from areal.engine.builtin.tokenizer import IMAGE_TOKEN
+from areal.engine.model_path import Report
 from areal.engine.training.engine import TokenBatch, TrainingEngine
 from areal.engine.training.packing import Span
 from areal.engine.training.supervised import mean_nll
@@ -34,6 +35,8 @@ _LESSONS = 1024
 _BATCH = 64
 _TARGET_SUCCESS = 0.35
 """Warm-up ends when this share of sampled answers on validation images is right."""
+_USUAL_STEPS = 75
+"""After which that is so, on most machines: an estimate to show."""
 _MAX_STEPS = 400
 _CHECK_STEPS = 5
 _ANSWER_TOKENS = 6
@@ -105,7 +108,7 @@ def _warm_up(model: TransformersModel, processor: Any, report: Report) -> None:
         engine.train_batch(_batch(list(islice(spans, _BATCH))), mean_nll)
         if step % _CHECK_STEPS == 0:
             success = _success(model, prompt, processor.tokenizer)
-            report(f"warming up the built-in vision model: step {step}, success {success:.2f} of {_TARGET_SUCCESS:.2f}")
+            report(progress_line("tiny-vision", success, _TARGET_SUCCESS), step / _USUAL_STEPS)
             if success >= _TARGET_SUCCESS:
                 return
 

@@ -100,13 +100,13 @@ class RunningBatch:
 
     def join(self, sequence: SequenceState) -> None:
         """Take the next row, whose cache holds all tokens of the sequence."""
-        row, g = len(self.sequences), sequence.gconfig
+        row, g, limited = len(self.sequences), sequence.gconfig, sequence.limited
         temperature = sequence.temperature
         self._positions[row] = len(sequence.ids) - 1
         self._temperatures[row] = temperature or 1.0
         self._greedy[row] = temperature == 0
-        self._top_p[row] = g.top_p
-        self._top_k[row] = g.top_k
+        self._top_p[row] = g.top_p if limited else 1.0
+        self._top_k[row] = g.top_k if limited else 0
         self._seeds[row] = sequence.seed
         self._counts[row] = sequence.drawn
         self.sequences.append(sequence)

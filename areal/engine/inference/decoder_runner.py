@@ -20,7 +20,7 @@ from areal.engine.inference.kernels import choose_kernel
 from areal.engine.inference.kv_cache import CacheShape, KeyValueCache
 from areal.engine.inference.model_runner import Piece
 from areal.engine.inference.prefix_tree import TOKEN_DIM, PrefixTree
-from areal.engine.inference.sampler import SamplingParams
+from areal.engine.inference.sampler import Sampled, SamplingParams
 from areal.engine.model.decoder import Decoder
 from areal.engine.model.device import memory_bytes, to_device
 from areal.engine.model.published import NamedTensors
@@ -190,7 +190,7 @@ class DecoderRunner:
 
     def sample(
         self, logits: Tensor, params: SamplingParams, counts: Sequence[int] | Array, banned: Tensor | None = None
-    ) -> tuple[list[int], list[float]]:
+    ) -> Sampled:
         return self.kernel.sample(logits, params, counts, banned)
 
     def _make_room(self, piece: Piece) -> None:

@@ -28,6 +28,8 @@ import torch
 from areal.api.engine_api import EngineHealth, WeightUpdate
 from areal.api.errors import EngineError, EngineGone
 from areal.api.io_struct import ModelRequest, ModelResponse, StopReason, TokenChunk
+from areal.api.messages import Array
+from areal.engine.inference.asked_logits import steered, tell_alternatives
 from areal.engine.inference.grammar import GrammarCompiler
 from areal.engine.inference.model_runner import (
     MixedRunner,
@@ -102,6 +104,21 @@ class EmbeddedEngine:
         except asyncio.CancelledError:
             self._scheduler.abort(sequence)
             raise
+
+    def start(self, req: ModelRequest) -> SequenceState:
+        """Begin an answer that nobody reads token by token: no task has to wait for it, its `done` tells of its end.
+
+        Cancelling `done` ends it. Not for a request with a grammar, which may have to be compiled first.
+        """
+        assert req.grammar is None
+        sequence = self._enter(self._new_sequence(req), req)
+        sequence.done.add_done_callback(lambda done: self._scheduler.abort(sequence) if done.cancelled() else None)
+        return sequence
+
+    def drawn_since(self, sequence: SequenceState, number: int) -> TokenChunk | None:
+        """What was drawn after the first `number` tokens; None = nothing."""
+        sequence.record_version(self._version)
+        return sequence.chunk(number, self._digests) if sequence.drawn > number else None
 
     async def astream(self, req: ModelRequest, *, every_seconds: float = 0.0) -> AsyncGenerator[TokenChunk, None]:
         sequence = await self._admit(req)
@@ -201,20 +218,27 @@ class EmbeddedEngine:
         self._end("the engine was closed")
 
     async def _admit(self, req: ModelRequest) -> SequenceState:
+        sequence = self._new_sequence(req)
+        if req.grammar is not None:
+            sequence.grammar = await self._grammars.begin(req.grammar)
+            self._check_alive()
+        return self._enter(sequence, req)
+
+    def _new_sequence(self, req: ModelRequest) -> SequenceState:
         self._check_alive()
         runner = self._runner
         sequence = SequenceState.of(
             req, vocab_size=runner.vocab_size, max_positions=runner.max_positions, tokenizer=self._tokenizer
         )
         runner.check(req.input_ids, req.images)
-        if req.grammar is not None:
-            sequence.grammar = await self._grammars.begin(req.grammar)
-            self._check_alive()
-        if req.drawn is not None:
-            reason = sequence.resume(req.drawn, self._digests)
-            if reason is not None:  # it was complete
-                sequence.answer(sequence.response(reason, self._digests))
-                return sequence
+        return sequence
+
+    def _enter(self, sequence: SequenceState, req: ModelRequest) -> SequenceState:
+        """Let it wait for its first step, unless its answer is complete."""
+        reason = None if req.drawn is None else sequence.resume(req.drawn, self._digests)
+        if reason is not None:
+            sequence.answer(sequence.response(reason, self._digests))
+            return sequence
         self._scheduler.add(sequence)
         self._wake()
         return sequence
@@ -292,9 +316,14 @@ class EmbeddedEngine:
         if not batch:
             return
         params, simple, all_drawn = batch.params, batch.simple, True
-        banned = None if simple else batch.banned(logits)
-        tokens, logprobs = self._sample(logits, params, batch.counts, banned)
-        for sequence, token, logprob in zip(batch.sequences, tokens, logprobs, strict=True):
+        banned = None
+        if not simple:
+            logits = steered(logits, batch.sequences)
+            banned = batch.banned(logits)
+        tokens, logprobs, sets = sampled = self._sample(logits, params, batch.counts, banned)
+        if not simple:
+            tell_alternatives(logits, params, batch.sequences, sampled, banned)
+        for row, (sequence, token, logprob) in enumerate(zip(batch.sequences, tokens, logprobs, strict=True)):
             if not logprob > _IMPOSSIBLE:  # so that it holds for NaN too
                 sequence.fail(
                     EngineError(
@@ -305,7 +334,7 @@ class EmbeddedEngine:
                 all_drawn = False
                 continue
             if not (simple or sequence.simple):
-                self._append(sequence, token, logprob)
+                self._append(sequence, token, logprob, sets.get(row))
                 continue
             sequence.ids.append(token)
             sequence.logprobs.append(logprob)
@@ -322,12 +351,12 @@ class EmbeddedEngine:
         self._scheduler.start_over()
         self._runner.reset()
 
-    def _append(self, sequence: SequenceState, token: int, logprob: float) -> None:
+    def _append(self, sequence: SequenceState, token: int, logprob: float, left: Array | None) -> None:
         """The same for a sequence that asks for more than a length and stop tokens."""
         reason = None
         if not sequence.done.done():
             try:
-                reason = sequence.append(token, logprob, self._version)
+                reason = sequence.append(token, logprob, self._version, left)
             except PROCESS_ENDS:
                 raise
             except BaseException as error:

@@ -2,7 +2,8 @@
 
 Its tokens are a function of the prompt and the request's seed, or what `script` returns. It produces one token per
 request and turn of the event loop, so pauses, weight swaps and cancellations fall between tokens as they do in a real
-engine. `hold` and `failure` make it slow or broken where a test wants it to be.
+engine. `hold` and `failure` make it slow or broken where a test wants it to be. It has no logits: alternatives and
+what top_p and top_k leave are made up, and steering changes nothing.
 """
 
 import asyncio
@@ -10,6 +11,8 @@ import hashlib
 import math
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
+
+import numpy as np
 
 from areal.api.engine_api import EngineHealth, WeightUpdate
 from areal.api.errors import EngineGone, RequestError
@@ -161,7 +164,15 @@ class FakeEngine:
         banned = sequence.banned(self._vocab_size)
         while banned is not None and banned[token]:
             token = (token + 1) % self._vocab_size
-        return sequence.append(token, self._logprob(sequence), self._version)
+        return self._append(sequence, token)
+
+    def _append(self, sequence: SequenceState, token: int) -> StopReason | None:
+        logprob = self._logprob(sequence)
+        if sequence.top_logprobs:
+            others = ((token + step) % self._vocab_size for step in range(sequence.top_logprobs))
+            sequence.alternatives.append({other: logprob - rank for rank, other in enumerate(others)})
+        left = np.unique([token, (token + 1) % self._vocab_size]).astype(np.int32) if sequence.limited else None
+        return sequence.append(token, logprob, self._version, left)
 
     def _draw_scripted(self, sequence: SequenceState, scripted: list[int]) -> StopReason | None:
         """A script may draw stop tokens early, but not break a grammar."""
@@ -171,7 +182,7 @@ class FakeEngine:
         grammar = sequence.grammar
         if grammar is not None and not grammar.allowed(sequence.stops)[token]:
             raise RequestError(f"the script's token {sequence.drawn} breaks {grammar.origin}; script what it allows")
-        reason = sequence.append(token, self._logprob(sequence), self._version)
+        reason = self._append(sequence, token)
         if last and reason is None and grammar is not None and not grammar.may_end:
             raise RequestError(f"the script ends before {grammar.origin} does; script a whole answer")
         return "stop" if last else reason

@@ -57,11 +57,12 @@ MAX_VERDICTS = 4096
 class GrammarState:
     """How far one answer has come in its grammar."""
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int, ends: list[int], origin: str) -> None:
+    def __init__(self, matcher: LLMatcher, vocab_size: int, ends: list[int], grammar: Grammar) -> None:
         self._matcher = matcher
         self._vocab_size = vocab_size
         self._ends = ends
-        self.origin = origin
+        self.grammar = grammar
+        self.origin = grammar.origin
 
     @property
     def may_end(self) -> bool:
@@ -97,13 +98,39 @@ class GrammarState:
             raise GrammarError(f"{self.origin} cannot be honoured: {_reason(self._matcher.get_error())}")
 
 
+def must_go_on(drawn: int, min_new_tokens: int, grammar: GrammarState | None) -> bool:
+    """An answer of so many tokens may not end with the next, unless a complete grammar leaves nothing else to draw."""
+    return drawn < min_new_tokens and (grammar is None or not grammar.complete)
+
+
+def banned_tokens(
+    vocab_size: int, stops: Collection[int], drawn: int, min_new_tokens: int, grammar: GrammarState | None
+) -> Array | None:
+    """The tokens that may not follow the `drawn` ones of an answer, bool [V]; None if there are none.
+
+    Engines draw by this, and the trainer works it out again from the tokens that were drawn. Raises GrammarError.
+    """
+    goes_on = must_go_on(drawn, min_new_tokens, grammar)
+    if grammar is not None:
+        return ~grammar.allowed(() if goes_on else stops)
+    if not (stops and goes_on):
+        return None
+    banned = np.zeros(vocab_size, dtype=np.bool_)
+    banned[list(stops)] = True
+    return banned
+
+
 class GrammarCompiler:
     """Grammars for one tokenizer, each compiled on first use. Threads may share it: locks guard what it holds."""
 
-    def __init__(self, tokenizer: Any, vocab_size: int) -> None:
-        """`vocab_size` is the model's; tokens that the tokenizer does not have are never allowed."""
+    def __init__(self, tokenizer: Any, vocab_size: int, *, trusted: bool = False) -> None:
+        """`vocab_size` is the model's; tokens that the tokenizer does not have are never allowed.
+
+        `trusted`: an engine has compiled these grammars before, so they need no trial.
+        """
         self._tokens = _Tokens(tokenizer, vocab_size)
         self._vocab_size = vocab_size
+        self._trusted = trusted
         self._trials = _Trials(self._tokens)
         self._compiled: BoundedCache[Grammar, Future[LLMatcher]] = BoundedCache(MAX_GRAMMARS)
         self._lock = threading.Lock()
@@ -140,7 +167,7 @@ class GrammarCompiler:
 
     def _state(self, compiled: LLMatcher, grammar: Grammar) -> GrammarState:
         ends = [token for token in self._tokens.read().eos_tokens if token < self._vocab_size]
-        return GrammarState(compiled.deep_copy(), self._vocab_size, ends, grammar.origin)
+        return GrammarState(compiled.deep_copy(), self._vocab_size, ends, grammar)
 
     def _compile_into(self, compiled: "Future[LLMatcher]", grammar: Grammar) -> None:
         """Outside the lock, so that a big grammar delays only the requests that ask for it."""
@@ -158,6 +185,8 @@ class GrammarCompiler:
                 f"a grammar may have {MAX_GRAMMAR_CHARACTERS} characters, got {len(grammar.text)}; "
                 "make the schema smaller",
             )
+        if self._trusted:
+            return _compile(grammar, self._tokens.read())
         problem_of_trial = self._trials.begin(as_lark(grammar))
         vocabulary = self._tokens.read()  # while the trial runs
         if problem := problem_of_trial():

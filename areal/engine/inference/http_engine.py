@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from areal.api.engine_api import EngineHealth, WeightShard, WeightUpdate
+from areal.api.engine_api import EngineHealth, WeightLayout, WeightShard, WeightUpdate
 from areal.api.errors import EngineError, EngineGone, ModelError, RequestError, WeightMismatch
 from areal.api.io_struct import ModelRequest, ModelResponse, StopReason, TokenChunk
 from areal.engine.inference.canary import CanaryCheck
@@ -81,6 +81,9 @@ class Drawn:
 
 class HttpEngine(ABC):
     """Implements `InferenceEngine` but for what a kind of server does in its own way: the abstract methods."""
+
+    layouts: tuple[WeightLayout, ...] = ("model",)
+    """Of updates that the server takes."""
 
     def __init__(self, server: HttpServer, tokenizer: Any, limits: RequestLimits) -> None:
         self.failure: str | None = None
@@ -202,7 +205,7 @@ class HttpEngine(ABC):
     async def stage_weights(self, update: WeightUpdate) -> None:
         """Check the files while generation goes on."""
         self._check_alive()
-        if update.layout != "model":
+        if update.layout not in self.layouts:
             raise WeightMismatch(f"{self.server.name} is given whole models, got an update of layout {update.layout!r}")
         await asyncio.to_thread(self._reader.check, update)
         self._check_alive()
@@ -291,10 +294,16 @@ class HttpEngine(ABC):
         sequence = SequenceState.of(
             req, vocab_size=limits.vocab_size, max_positions=limits.max_positions, tokenizer=self.tokenizer
         )
+        sequence.unreported = self.server.name
         if req.images:
             raise RequestError(
                 f"requests with images are not sent to {self.server.name}, got {len(req.images)}; "
                 "use rollout.backend=embedded for them"
+            )
+        if req.top_logprobs or req.steering is not None:
+            raise RequestError(
+                f"top_logprobs, logit_bias and penalties are not asked of {self.server.name}; use "
+                "rollout.backend=embedded for them"
             )
         self.check(req)
         if req.grammar is not None:

@@ -12,7 +12,7 @@ from areal.config.rollout import Kernel
 from areal.engine.inference.attention import SharedPrefix
 from areal.engine.inference.kv_cache import KeyValueCache
 from areal.engine.inference.model_runner import Piece
-from areal.engine.inference.sampler import SamplingParams
+from areal.engine.inference.sampler import Sampled, SamplingParams
 from areal.engine.inference.torch_kernel import TorchKernel
 from areal.engine.model.decoder import Decoder
 from areal.engine.native.kernel import NativeKernel
@@ -54,7 +54,7 @@ class StepKernel(Protocol):
 
     def sample(
         self, logits: Tensor, params: SamplingParams, counts: Sequence[int] | Array, banned: Tensor | None = None
-    ) -> tuple[list[int], list[float]]:
+    ) -> Sampled:
         """As `sampler.sample`."""
         ...
 

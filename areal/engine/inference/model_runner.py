@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from areal.api.messages import Array
-from areal.engine.inference.sampler import SamplingParams
+from areal.engine.inference.sampler import Sampled, SamplingParams
 from areal.engine.model.device import to_device
 from areal.engine.model.live import HoldsWeights
 
@@ -121,7 +121,7 @@ class SamplingRunner(Protocol):
 
     def sample(
         self, logits: Tensor, params: SamplingParams, counts: Sequence[int] | Array, banned: Tensor | None = None
-    ) -> tuple[list[int], list[float]]: ...
+    ) -> Sampled: ...
 
 
 class WholePrompts:

@@ -1,14 +1,21 @@
 """An engine in another process, over a channel: `RemoteEngine` at the caller's end, `engine_handlers` at the engine's.
 
-Tokens arrive while they are drawn, also those of calls that do not stream: gathered, a few times a second. So when the
-engine ends, what it had drawn by then is known, and another engine can go on from there. All that one decode step draws
-for streams travels in one message. A call returns the whole answer after its last tokens.
+Tokens arrive while they are drawn, also those of calls that do not stream: gathered, a few times a second, for all of
+them at once. So when the engine ends, what it had drawn by then is known, and another engine can go on from there. All
+that one decode step draws for streams travels in one message. A call returns the whole answer after its last tokens,
+without the prompt, which the caller has.
+
+Of a long prompt that goes on from an earlier one of its session, only what is new travels. Both ends keep the latest of
+each session, as far as there is room, with the number of the call that it came with; a call names the one that its
+prompt begins with. An engine that does not have that one, for whatever reason, says so and is sent the whole prompt.
 """
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable
 from contextlib import aclosing
+from copy import copy
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,6 +24,7 @@ from areal.api.errors import EngineGone, RequestError
 from areal.api.io_struct import ModelRequest, ModelResponse, TokenChunk
 from areal.infra.rpc.channel import Channel, ChannelClosed, Handler
 from areal.utils import waits
+from areal.utils.bounded_cache import BoundedCache
 from areal.utils.waits import Wait
 
 CONTROL_SECONDS = 60.0
@@ -34,8 +42,13 @@ WEIGHT_VERBS = {"stage_weights": "has fetched and checked", "update_weights": "u
 """When the calls that give an engine weights have been answered, for people."""
 CONTROL = ("stage_weights", "update_weights", "pause", "resume", "activity", "pauses", "swaps")
 """What only the driver may call."""
+SHORTEST_KEPT = 512
+"""Prompts of fewer tokens travel whole: keeping them would cost more than packing them."""
+MOST_KEPT = 1 << 20
+"""Tokens of prompts that each end of a channel keeps; at the engine's they take 36 bytes each."""
 _TOKENS = "tokens"
-"""The message with streamed tokens: a list of [stream, tokens, logprobs, versions], and the digests of the versions."""
+"""The message with streamed tokens: a list of [stream, tokens, logprobs, versions, alternatives], each followed by the
+`TokenChunk.sets` if there are any; and the versions' digests."""
 
 
 class RemoteEngine:
@@ -49,12 +62,12 @@ class RemoteEngine:
         """Of weights on their way, and what waits for them: the next piece puts both off."""
         self._streams: dict[int, _Inbox] = {}
         self._numbers = itertools.count()
+        self._sent = _Prompts()
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
         stream, inbox = self._open_stream(req)
         try:
-            answer: ModelResponse = await self._call("astream", stream, req, GATHER_SECONDS, timeout_seconds=None)
-            return answer
+            return await self._answer("agenerate", stream, req)
         except EngineGone as gone:
             raise EngineGone(str(gone), inbox.take()) from None
         finally:
@@ -62,7 +75,7 @@ class RemoteEngine:
 
     async def astream(self, req: ModelRequest, *, every_seconds: float = 0.0) -> AsyncGenerator[TokenChunk, None]:
         stream, inbox = self._open_stream(req)
-        call = asyncio.ensure_future(self._call("astream", stream, req, every_seconds, timeout_seconds=None))
+        call = asyncio.ensure_future(self._answer("astream", stream, req, every_seconds))
         call.add_done_callback(lambda _: inbox.arrived.set())
         try:
             while not call.done() or (call.exception() is not None and inbox.pending):
@@ -106,15 +119,24 @@ class RemoteEngine:
     async def aclose(self) -> None:
         await self.channel.close()
 
+    async def _answer(self, method: str, stream: int, req: ModelRequest, *how: Any) -> ModelResponse:
+        before, new = self._sent.shorten(stream, req)
+        answer: ModelResponse | None = await self._call(method, stream, new, before, *how, timeout_seconds=None)
+        if answer is None:
+            answer = await self._call(method, stream, req, None, *how, timeout_seconds=None)
+            assert answer is not None, "a whole prompt is always known"
+        answer.input_tokens = list(req.input_ids)
+        return answer
+
     def _open_stream(self, req: ModelRequest) -> "tuple[int, _Inbox]":
         stream = next(self._numbers)
         inbox = self._streams[stream] = _Inbox(0 if req.drawn is None else len(req.drawn.tokens))
         return stream, inbox
 
     def _receive(self, parcels: list[Any], digests: dict[int, str]) -> None:
-        for stream, tokens, logprobs, versions in parcels:
+        for stream, tokens, logprobs, versions, alternatives, *sets in parcels:
             if stream in self._streams:  # otherwise its reader is gone, and the cancelled call stops the engine
-                self._streams[stream].add(tokens, logprobs, versions, digests)
+                self._streams[stream].add(TokenChunk(tokens, logprobs, versions, None, digests, alternatives, *sets))
 
     async def _call_with_progress(self, method: str, update: WeightUpdate, silent_seconds: float) -> None:
         """It may take as long as it likes while weights arrive at the engine."""
@@ -147,27 +169,65 @@ class RemoteEngine:
             raise EngineGone(f"the engine is gone: {error}") from None
 
 
+class _Prompts:
+    """The latest long prompt of each session that went over a channel, at either of its ends."""
+
+    def __init__(self) -> None:
+        self._kept: BoundedCache[str, tuple[int, list[int]]] = BoundedCache(MOST_KEPT, size=lambda kept: len(kept[1]))
+        """By session: the number of the call, and the ids."""
+
+    def shorten(self, call: int, req: ModelRequest) -> tuple[int | None, ModelRequest]:
+        """At the caller's end: the call whose prompt this one begins with, and the request with what is new of it."""
+        kept = self._kept.get(req.session)
+        self._keep(call, req)
+        if kept is None:
+            return None, req
+        earlier, beginning = kept
+        if req.input_ids[: len(beginning)] != beginning:
+            return None, req
+        new = copy(req)
+        new.input_ids = req.input_ids[len(beginning) :]
+        return earlier, new
+
+    def complete(self, call: int, req: ModelRequest, earlier: int | None) -> bool:
+        """At the engine's end: put the beginning before what is new; False = it is not known."""
+        if earlier is not None:
+            kept = self._kept.get(req.session)
+            if kept is None or kept[0] != earlier:
+                return False
+            req.input_ids = kept[1] + req.input_ids
+        self._keep(call, req)
+        return True
+
+    def _keep(self, call: int, req: ModelRequest) -> None:
+        if req.session and len(req.input_ids) >= SHORTEST_KEPT:
+            self._kept.put(req.session, (call, list(req.input_ids)))  # a copy: its owner may change the other
+
+
 class _Inbox:
     """The tokens of one stream that have arrived and were not taken yet."""
 
     def __init__(self, drawn: int) -> None:
         """`drawn`: how many tokens the answer had before."""
         self.arrived = asyncio.Event()
-        self._arrived_chunk = TokenChunk()
+        self._arrived_chunk: TokenChunk | None = None
         self._taken = drawn
 
     @property
     def pending(self) -> bool:
-        return bool(self._arrived_chunk.tokens)
+        return self._arrived_chunk is not None and bool(self._arrived_chunk.tokens)
 
-    def add(self, tokens: list[int], logprobs: list[float], versions: list[int], digests: dict[int, str]) -> None:
-        self._arrived_chunk.extend(TokenChunk(tokens, logprobs, versions, digests=digests))
+    def add(self, chunk: TokenChunk) -> None:
+        if self._arrived_chunk is None:
+            self._arrived_chunk = TokenChunk()
+        self._arrived_chunk.extend(chunk)
         self.arrived.set()
 
     def take(self) -> TokenChunk:
         """The tokens that have arrived since the last call."""
         self.arrived.clear()  # the end of the call, which sets it too, is looked at apart
-        chunk, self._arrived_chunk = self._arrived_chunk, TokenChunk()
+        chunk = self._arrived_chunk or TokenChunk()
+        self._arrived_chunk = None
         self._taken += len(chunk.tokens)
         return chunk
 
@@ -180,6 +240,8 @@ class _Inbox:
             versions=response.output_versions[at:],
             response=response,
             digests=response.digests,
+            alternatives=response.output_alternatives[at:],
+            sets=[] if response.choices is None else response.choices.sets()[at:],
         )
 
 
@@ -187,7 +249,10 @@ def engine_handlers(engine: Any, channel: Channel | None = None) -> dict[str, Ha
     """What a process that holds `engine` answers the driver; to generate it needs the channel for the tokens."""
     verbs = (*CONTROL, "health", "cpu_seconds")
     handlers: dict[str, Handler] = {verb: getattr(engine, verb) for verb in verbs if hasattr(engine, verb)}
-    return handlers if channel is None else handlers | {"astream": _TokenSender(engine, channel).astream}
+    if channel is None:
+        return handlers
+    sender = _TokenSender(engine, channel)
+    return handlers | {"agenerate": sender.agenerate, "astream": sender.astream}
 
 
 def worker_handlers(engine: Any, channel: Channel) -> dict[str, Handler]:
@@ -200,15 +265,44 @@ def _refuse(verb: str, *args: Any) -> None:
 
 
 class _TokenSender:
-    """Sends the tokens of an engine's streams over a channel."""
+    """Answers requests for tokens over a channel, and sends what is drawn before an answer is complete."""
 
     def __init__(self, engine: Any, channel: Channel) -> None:
         self._engine = engine
+        self._starts = hasattr(engine, "start")
+        """Whether it can begin an answer without a task that waits for it."""
         self._channel = channel
         self._parcels: list[list[Any]] = []
         self._digests: dict[int, str] = {}
+        self._started: dict[int, _Started] = {}
+        """Answers that are gathered, by stream."""
+        self._gathering: asyncio.TimerHandle | None = None
+        self._received = _Prompts()
 
-    async def astream(self, stream: int, req: ModelRequest, every_seconds: float) -> ModelResponse:
+    def agenerate(self, stream: int, req: ModelRequest, before: int | None) -> Awaitable[ModelResponse] | None:
+        """The whole answer; its tokens are sent a few times a second meanwhile.
+
+        None = the beginning of the prompt, that of the call `before`, is not known here.
+        """
+        if not self._received.complete(stream, req, before):
+            return None
+        if not self._starts or req.grammar is not None:
+            return self._stream(stream, req, GATHER_SECONDS)
+        sequence = self._engine.start(req)
+        self._started[stream] = _Started(sequence, 0 if req.drawn is None else len(req.drawn.tokens))
+        done: asyncio.Future[ModelResponse] = sequence.done
+        done.add_done_callback(lambda _: self._started.pop(stream, None))
+        if self._gathering is None:
+            self._gathering = asyncio.get_running_loop().call_later(GATHER_SECONDS, self._gather)
+        return done
+
+    def astream(
+        self, stream: int, req: ModelRequest, before: int | None, every_seconds: float
+    ) -> Awaitable[ModelResponse] | None:
+        """The same, whose tokens are sent as often as that."""
+        return self._stream(stream, req, every_seconds) if self._received.complete(stream, req, before) else None
+
+    async def _stream(self, stream: int, req: ModelRequest, every_seconds: float) -> ModelResponse:
         async with aclosing(self._engine.astream(req, every_seconds=every_seconds)) as chunks:
             async for chunk in chunks:
                 if chunk.response is not None:
@@ -218,10 +312,24 @@ class _TokenSender:
         response: ModelResponse = chunk.response
         return response
 
+    def _gather(self) -> None:
+        self._gathering = None
+        if not self._started:
+            return
+        self._gathering = asyncio.get_running_loop().call_later(GATHER_SECONDS, self._gather)
+        if self._channel.is_full:  # they are sent with the next
+            return
+        for stream, started in self._started.items():
+            chunk = self._engine.drawn_since(started.sequence, started.sent)
+            if chunk is not None:
+                started.sent += len(chunk.tokens)
+                self._send(stream, chunk)
+
     def _send(self, stream: int, chunk: TokenChunk) -> None:
         if not self._parcels:
             asyncio.get_running_loop().call_soon(self._flush)
-        self._parcels.append([stream, chunk.tokens, chunk.logprobs, chunk.versions])
+        parcel = [stream, chunk.tokens, chunk.logprobs, chunk.versions, chunk.alternatives]
+        self._parcels.append([*parcel, chunk.sets] if chunk.sets else parcel)
         self._digests |= chunk.digests
 
     def _flush(self) -> None:
@@ -229,3 +337,12 @@ class _TokenSender:
         digests, self._digests = self._digests, {}
         if self._channel.is_open:
             self._channel.notify(_TOKENS, parcels, digests)
+
+
+@dataclass(slots=True)
+class _Started:
+    """An answer whose tokens are gathered."""
+
+    sequence: Any
+    sent: int
+    """How many of its tokens the caller knows."""

@@ -6,7 +6,8 @@ do not depend on the rest of its batch. Shapes: B sequences, V vocabulary.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Self
+from itertools import pairwise
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -31,7 +32,7 @@ class SamplingParams:
     top_k: Tensor
     seeds: Array
     limited: bool
-    """Some row has top_p or top_k."""
+    """Some row is limited by top_p or top_k."""
     tempered: bool
     """Some row has a temperature other than 1."""
     some_greedy: bool
@@ -47,7 +48,7 @@ class SamplingParams:
             top_p=torch.from_numpy(top_p),
             top_k=torch.from_numpy(top_k),
             seeds=seeds,
-            limited=bool((top_p < 1).any() or (top_k > 0).any()),
+            limited=bool((((top_p < 1) | (top_k > 0)) & ~greedy).any()),
             tempered=bool((temperatures != 1).any()),
             some_greedy=bool(greedy.any()),
         )
@@ -66,8 +67,8 @@ class SamplingParams:
 
     @property
     def limited_rows(self) -> Tensor:
-        """Those that have top_p or top_k."""
-        return (self.top_p < 1) | (self.top_k > 0)
+        """Those that have top_p or top_k, and are drawn."""
+        return ((self.top_p < 1) | (self.top_k > 0)) & ~self.greedy
 
     def of(self, rows: Array) -> Self:
         """The settings of some rows."""
@@ -87,14 +88,24 @@ class SamplingParams:
 _COLUMNS = ("temperatures", "greedy", "top_p", "top_k")
 
 
+class Sampled(NamedTuple):
+    """A token for each row."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    """Of the distribution that each was drawn from; greedy ones as if they were drawn at temperature 1."""
+    sets: dict[int, Array]
+    """By row, where top_p or top_k limits it: the tokens that they left, ascending, int32."""
+
+
 @torch.inference_mode()
 def sample(
     logits: Tensor, params: SamplingParams, counts: Sequence[int] | Array, banned: Tensor | None = None
-) -> tuple[list[int], list[float]]:
-    """Tokens and their log-probs; `counts[b]` tokens were drawn for row b before, `banned` [B,V] it may not draw.
+) -> Sampled:
+    """Draw a token for each row; `counts[b]` tokens were drawn for row b before, `banned` [B,V] it may not draw.
 
-    Log-probs are those of the temperature-scaled distribution over the whole vocabulary (temperature 1 for greedy),
-    which is what the trainer recomputes; top_p, top_k and `banned` limit the choice without changing them.
+    What is drawn from is divided by the temperature (by 1 for greedy rows), and is over the tokens that `banned`, and
+    then top_p and top_k leave. The trainer computes its log-probs over the same tokens.
 
     A row in which no token can be drawn (its logits are NaN or infinite, or those of all allowed tokens are -inf) gets
     a log-prob that is NaN or -inf, and some token of the vocabulary. Other rows do not notice.
@@ -107,13 +118,21 @@ def sample(
     tokens = _invert(likely, to_device(uniforms(params.seeds, counts), logits.device))
     if params.some_greedy:
         tokens = torch.where(params.greedy, allowed.argmax(dim=-1), tokens)
-    drawn = probs.gather(1, tokens[:, None])
-    if banned is None:  # a token that was drawn is likely enough for its logarithm to be exact
-        logprobs = drawn.log_()
-    else:
-        logprobs = scaled.log_softmax(dim=-1).gather(1, tokens[:, None]).where(drawn > 0, torch.nan)
-    tokens, logprobs = to_host(tokens, logprobs.squeeze(1))
-    return tokens.tolist(), logprobs.tolist()
+    drawn = probs.gather(1, tokens[:, None]).squeeze(1)
+    if params.limited:
+        drawn = torch.where(params.limited_rows, drawn / likely.sum(dim=-1), drawn)
+    # A token that was drawn is likely enough for its logarithm to be exact.
+    tokens, logprobs = to_host(tokens, drawn.log_())
+    return Sampled(tokens.tolist(), logprobs.tolist(), _sets(likely, params) if params.limited else {})
+
+
+def _sets(likely: Tensor, params: SamplingParams) -> dict[int, Array]:
+    """The tokens that can be drawn, of each row that is limited."""
+    limited = params.limited_rows.nonzero().squeeze(1)
+    rows, members, ids = to_host(limited, *(likely[limited] > 0).nonzero().unbind(1))
+    ends = torch.searchsorted(members, torch.arange(len(rows) + 1)).tolist()
+    found = ids.int().numpy()
+    return {row: found[begin:end].copy() for row, (begin, end) in zip(rows.tolist(), pairwise(ends), strict=True)}
 
 
 _ONE, _WEYL, _MIX_1, _MIX_2 = np.array((1, 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB), dtype=np.uint64)
@@ -163,11 +182,11 @@ def _limit(probs: Tensor, params: SamplingParams) -> Tensor:
     limited = _limit_ranked(probs, params, ranked, order.gather(1, by_rank))
     # Right if the set ends before the candidates do, and not among equals that were left out.
     ended = (limited > 0).sum(dim=-1) < (ranked > ranked[:, -1:]).sum(dim=-1)
-    free = (params.top_k <= 0) & (params.top_p >= 1)
+    free = ~params.limited_rows
     limited = torch.where(free[:, None], probs, limited)
     rows = (~(ended | free)).nonzero().squeeze(1)
     if len(rows):
-        some = replace(params, top_p=params.top_p[rows], top_k=params.top_k[rows])
+        some = replace(params, top_p=params.top_p[rows], top_k=params.top_k[rows], greedy=params.greedy[rows])
         limited[rows] = _limit_ranked(probs[rows], some, *probs[rows].sort(dim=-1, descending=True, stable=True))
     return limited
 

@@ -29,7 +29,7 @@ from areal.config.keys import ENGINE_SECRET_VARIABLE, find_key
 from areal.config.rollout import Kernel
 from areal.engine.inference.engine import EmbeddedEngine
 from areal.engine.inference.remote import GENERATE_ROLE, PROGRESS, engine_handlers, worker_handlers
-from areal.engine.models import open_runner
+from areal.engine.models import open_runner, require_model, tokenizer_files
 from areal.infra.rpc.channel import Channel, Handler
 from areal.infra.rpc.connect import connect, connect_to_driver, driver_address, own_address, read_secret, serve
 from areal.infra.rpc.frames import role_secret
@@ -38,6 +38,7 @@ from areal.infra.rpc.shipping import is_here, local_model, scratch, shared
 from areal.infra.rpc.status import start_answering
 from areal.infra.rpc.wire import api_wire
 from areal.infra.status import of_wait
+from areal.utils import garbage
 from areal.utils.hf_utils import load_hf_tokenizer
 from areal.utils.waits import Waits
 
@@ -93,7 +94,7 @@ def _embedded(options: EngineOptions) -> EmbeddedEngine:
     runner = open_runner(
         options.model, options.dtype, options.device, kernel=options.kernel, with_weights=options.with_weights
     )
-    return EmbeddedEngine(runner, load_hf_tokenizer(options.model))
+    return EmbeddedEngine(runner, load_hf_tokenizer(tokenizer_files(options.model)))
 
 
 async def _open_embedded(options: EngineOptions) -> ServedEngine:
@@ -103,6 +104,7 @@ async def _open_embedded(options: EngineOptions) -> ServedEngine:
 async def _open_vllm(options: EngineOptions) -> ServedEngine:
     from areal.engine.inference.vllm import join_vllm, open_vllm
 
+    require_model(options.model)
     if options.url:
         return await join_vllm(options.url, options.model, options.scratch)
     return await open_vllm(
@@ -118,6 +120,7 @@ async def _open_vllm(options: EngineOptions) -> ServedEngine:
 async def _open_sglang(options: EngineOptions) -> ServedEngine:
     from areal.engine.inference.sglang import join_sglang, open_sglang
 
+    require_model(options.model)
     if options.url:
         return await join_sglang(options.url, options.model)
     return await open_sglang(
@@ -316,6 +319,7 @@ async def main(words: list[str] | None = None) -> str | None:
     engine = await _opened(given.backend, options)
     if engine is None:
         return None
+    garbage.settle()
     if given.listen is not None:
         await serve_by_hand(engine, given.listen, secret)
     else:

@@ -4,8 +4,9 @@ vLLM guards generation with a key, but not the routes that pause it and change i
 socket in a directory that only this user may enter, and whoever wants tokens comes to the process that holds this.
 
 Weights are swapped in place while the answers in progress are kept; their tokens so far are computed again with the new
-ones. vLLM labels what it draws with a text: here the version and the digest of the weights. It tells the labels of an
-answer's tokens at the answer's end; until then they are known from when each token arrived.
+ones. An adapter is swapped the same way, under one name, which every request then asks for. vLLM labels what it draws
+with a text: here the version and the digest of the weights. It tells the labels of an answer's tokens at the answer's
+end; until then they are known from when each token arrived.
 """
 
 import os
@@ -26,6 +27,7 @@ from areal.engine.inference.grammar import as_lark
 from areal.engine.inference.http_engine import LOAD_SECONDS, Drawn, HttpEngine, label_of, seed_of
 from areal.engine.inference.http_server import HttpServer, ServerCommand, refusal
 from areal.engine.inference.sequence import SequenceState
+from areal.engine.model.adapter import CONFIG_NAME, published_config
 
 START_SECONDS = 600.0
 """How long vLLM may take to start: half a minute for a small model, minutes on a busy machine or for a large one."""
@@ -41,9 +43,12 @@ SERVER_MODULE = "vllm.entrypoints.openai.api_server"
 EXTENSION = Path(__file__).with_name("vllm_extension")
 """A directory from which vLLM's interpreter imports WORKER_MODULE."""
 WORKER_MODULE = "areal_vllm_worker"
+ADAPTER = "areal-adapter"
+"""What vLLM calls the adapter that it is given."""
 
 ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",  # the routes that pause and change weights
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",  # the route that brings an adapter
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # areal_vllm_worker.py knows the other one
 }
 LOCAL_ENVIRONMENT = {
@@ -62,10 +67,14 @@ CPU_ENVIRONMENT = {
 class VllmEngine(HttpEngine):
     """Implements `InferenceEngine` on a vLLM server."""
 
+    layouts = ("model", "adapter")
+    _adapted = False
+    """Requests ask for the adapter."""
+
     async def prepare(self) -> str:
         served = (await self.server.get("/v1/models"))["data"][0]
         self._limits = replace(self._limits, max_positions=served["max_model_len"])
-        await self.ask_workers("report_whole_distribution", "report log-probs of the whole distribution")
+        await self.ask_workers("report_drawn_distribution", "report log-probs of what it draws from")
         if (await self.server.get("/is_paused"))["is_paused"]:
             self._paused = True
             self._draws.clear()
@@ -100,7 +109,10 @@ class VllmEngine(HttpEngine):
             raise DrawnRefused("vLLM holds an answer to a grammar only from its first token on")
 
     async def draw(self, sequence: SequenceState, req: ModelRequest, *, streamed: bool) -> AsyncGenerator[Drawn, None]:
-        body = {"token_ids": sequence.ids, "stream": True, "sampling_params": self._sampling(sequence, req, streamed)}
+        if req.grammar is not None:  # vLLM lets a grammar end with the tokenizer's end token only
+            sequence.grammar_stops = sequence.stops & {self.tokenizer.eos_token_id}
+        sampling = self._sampling(sequence, req, streamed)
+        body = {"token_ids": sequence.ids, "stream": True, "sampling_params": sampling, **self._asked_model}
         async with aclosing(self.server.events("/inference/v1/generate", body)) as events:
             async for event in events:
                 if "error" in event:
@@ -116,17 +128,51 @@ class VllmEngine(HttpEngine):
 
     async def score(self, tokens: Sequence[int]) -> list[float]:
         sampling = {"max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}  # so that its prefix cache is not read
-        body = {"token_ids": tokens, "sampling_params": sampling, "priority": FIRST}
+        body = {"token_ids": tokens, "sampling_params": sampling, "priority": FIRST, **self._asked_model}
         entries = (await self.server.post("/inference/v1/generate", body))["prompt_logprobs"]
         return [entry[str(token)]["logprob"] for entry, token in zip(entries[1:], tokens[1:], strict=True)]
 
     async def load_weights(self, update: WeightUpdate) -> None:
-        load = {"method": "load_published_weights", "kwargs": {"weights_path": update.path}}
-        await self.server.post("/collective_rpc", load, LOAD_SECONDS)
+        if update.layout == "adapter":
+            await self._load_adapter(update)
+        else:
+            load = {"method": "load_published_weights", "kwargs": {"weights_path": update.path}}
+            await self.server.post("/collective_rpc", load, LOAD_SECONDS)
+            self._adapted = False
         reset = await self.server.post("/reset_prefix_cache?reset_running_requests=true")
         if not reset["success"]:
             raise EngineError("vLLM keeps what it computed with the weights before")
         await self.label_server(label_of(update))
+
+    async def _load_adapter(self, update: WeightUpdate) -> None:
+        """vLLM learns its name by the route for adapters, and its matrices from its workers.
+
+        The route can replace an adapter too (load_inplace). But that marks all requests that come after with the wish
+        to do so: vLLM reads the adapter anew at each of their steps, and for older requests from an older directory.
+        """
+        config = Path(update.path) / CONFIG_NAME
+        if not config.exists():  # on another host than the trainer's only the shards are fetched
+            config.write_text(published_config(self._reader, update), encoding="utf-8")
+        known = {each["id"] for each in (await self.server.get("/v1/models"))["data"]}
+        if ADAPTER not in known:
+            body = {"lora_name": ADAPTER, "lora_path": update.path}
+            try:
+                await self.server.post("/v1/load_lora_adapter", body, LOAD_SECONDS)
+            except EngineGone:
+                raise
+            except EngineError as error:
+                variables = f"VLLM_ALLOW_RUNTIME_LORA_UPDATING={ENVIRONMENT['VLLM_ALLOW_RUNTIME_LORA_UPDATING']}"
+                raise EngineError(
+                    f"vLLM must take adapters: {error}; start it with --enable-lora, a --max-lora-rank of at least the "
+                    f"adapter's, and {variables}"
+                ) from None
+        await self.ask_workers("load_published_adapter", "use the adapter", name=ADAPTER, path=update.path)
+        self._adapted = True
+
+    @property
+    def _asked_model(self) -> dict[str, str]:
+        """What of the server a request asks for; nothing = the model itself."""
+        return {"model": ADAPTER} if self._adapted else {}
 
     def _sampling(self, sequence: SequenceState, req: ModelRequest, streamed: bool) -> dict[str, Any]:
         g, drawn = sequence.gconfig, sequence.drawn
@@ -171,7 +217,7 @@ def arguments_of(directory: Path, dtype: str, gpus: int) -> list[str]:
     """Those with which vLLM's server does what `VllmEngine` asks of it."""
     return [
         *("--model", str(directory), "--dtype", dtype, "--tensor-parallel-size", str(gpus)),
-        *("--worker-extension-cls", f"{WORKER_MODULE}.ArealWorker", "--logprobs-mode", "raw_logprobs"),
+        *("--worker-extension-cls", f"{WORKER_MODULE}.ArealWorker", "--logprobs-mode", "processed_logprobs"),
         *("--enable-scale-out", "--generation-config", "vllm", "--scheduling-policy", "priority"),
         *("--structured-outputs-config", '{"backend": "guidance"}', "--disable-uvicorn-access-log"),
     ]

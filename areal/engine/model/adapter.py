@@ -1,4 +1,4 @@
-"""LoRA adapters: how they are published, and how they are added to the weights of a model.
+"""LoRA adapters: how they are published and saved, and how they are added to the weights of a model.
 
 An adapter changes linear layers. Each of them then computes with W + lora_alpha/r · B A, where A has the shape [r, in]
 and B the shape [out, r]. The published file has PEFT's names, with the fields of PEFT's adapter_config.json in its
@@ -9,17 +9,20 @@ digest of the model that the adapter belongs to, since on any other it would giv
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from areal.api.engine_api import WeightUpdate
 from areal.api.errors import ModelError, WeightMismatch
-from areal.engine.model.published import NamedTensors, WeightReader, WeightWriter
+from areal.engine.model.device import CPU
+from areal.engine.model.published import ADAPTER_NAME, NamedTensors, WeightReader, WeightWriter
 from areal.utils.shorten import shown
 
 CONFIG_NAME = "adapter_config.json"
@@ -70,9 +73,9 @@ class AdapterConfig:
     def targets(self, layer: str) -> bool:
         return any(layer == end or layer.endswith(f".{end}") for end in self.target_modules)
 
-    def to_json(self) -> str:
+    def to_json(self, **further: Any) -> str:
         fields = {"r": self.r, "lora_alpha": self.lora_alpha, "target_modules": [*self.target_modules]}
-        return json.dumps({"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", **fields})
+        return json.dumps({"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", **fields, **further})
 
     @classmethod
     def from_json(cls, text: str) -> "AdapterConfig":
@@ -92,18 +95,95 @@ class AdapterConfig:
 
 
 def adapter_writer(
-    directory: Path, config: AdapterConfig, layers: Mapping[str, LowRank], base: NamedTensors
+    directory: Path, config: AdapterConfig, layers: Mapping[str, LowRank], base: NamedTensors | str
 ) -> WeightWriter:
-    """Writes versions of an adapter: `layers` by their name, e.g. model.layers.0.self_attn.q_proj, to the model `base`.
+    """Writes versions of an adapter: `layers` by their name, e.g. model.layers.0.self_attn.q_proj, to the model `base`,
+    or one of this `base_digest`.
 
     Each `write` reads what the matrices hold then. Raises ArealError if there is no room.
     """
-    named = []
-    for layer, (a, b) in layers.items():
-        named += [(f"{_PREFIX}{layer}{_A}", a), (f"{_PREFIX}{layer}{_B}", b)]
     text = config.to_json()
-    metadata = {_CONFIG: text, _BASE: base_digest(base)}
-    return WeightWriter(directory, named, layout="adapter", metadata=metadata, texts={CONFIG_NAME: text})
+    metadata = {_CONFIG: text, _BASE: base if isinstance(base, str) else base_digest(base)}
+    return WeightWriter(directory, tensor_names(layers), layout="adapter", metadata=metadata, texts={CONFIG_NAME: text})
+
+
+def tensor_names(layers: Mapping[str, LowRank]) -> list[tuple[str, Tensor]]:
+    """The matrices by the names that PEFT gives them."""
+    pairs = ((f"{_PREFIX}{layer}", matrices) for layer, matrices in layers.items())
+    return [each for name, (a, b) in pairs for each in ((name + _A, a), (name + _B, b))]
+
+
+def save_adapter(
+    directory: Path, config: AdapterConfig, layers: Mapping[str, LowRank], *, base: str, digest: str
+) -> None:
+    """Write files that PEFT loads. `base` is what people call the model that it belongs to, `digest` its own."""
+    tensors = {name: each.detach().to(CPU, copy=True).contiguous() for name, each in tensor_names(layers)}
+    save_file(tensors, directory / ADAPTER_NAME, metadata={"format": "pt", _BASE: digest})
+    text = config.to_json(base_model_name_or_path=base, inference_mode=True)
+    (directory / CONFIG_NAME).write_text(text + "\n", encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class SavedAdapter:
+    """The files of one, by this package or by PEFT."""
+
+    directory: Path
+    config: AdapterConfig
+    base: str
+    """What the model that it belongs to is called; empty = the files do not say."""
+    base_digest: str | None
+    """Of that model; PEFT does not write it."""
+    tensors: dict[str, Tensor]
+
+    def layers(self, linear: NamedTensors) -> dict[str, LowRank]:
+        """By layer, as they fit a model with these weights [out, in] of linear layers. Raises ModelError."""
+        return _fitting(f"the adapter in {str(self.directory)!r}", self.config, dict(self.tensors), linear)
+
+    def require_base(self, digest: str) -> None:
+        """Raises ModelError if it was made for another model."""
+        if self.base_digest not in (None, digest):
+            raise ModelError(
+                f"the adapter in {str(self.directory)!r} belongs to a model with the digest {self.base_digest}, this "
+                f"one has {digest}; take the model that it was trained on: {self.base or 'its files do not name it'}"
+            )
+
+
+def is_adapter(directory: Path) -> bool:
+    """Whether a directory has an adapter and not a model."""
+    return (directory / CONFIG_NAME).exists() and not (directory / "config.json").exists()
+
+
+def base_of(directory: Path) -> str:
+    """What the model is called that the adapter in a directory belongs to. Raises ModelError if it does not say."""
+    base = _read_config(directory)[1]
+    if not base:
+        raise ModelError(
+            f"{directory / CONFIG_NAME} must name the model that the adapter belongs to, got no "
+            "base_model_name_or_path; add it"
+        )
+    return base
+
+
+def open_adapter(directory: Path) -> SavedAdapter:
+    """Raises ModelError for files that are missing or damaged, and for adapters that are computed in another way."""
+    config, base = _read_config(directory)
+    path = directory / ADAPTER_NAME
+    try:
+        with safe_open(path, framework="pt") as file:
+            digest = (file.metadata() or {}).get(_BASE)
+            tensors = {name: file.get_tensor(name) for name in [*file.keys()]}
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"cannot read the adapter in {str(path)!r}: {error}") from None
+    return SavedAdapter(directory, config, base, digest, tensors)
+
+
+def _read_config(directory: Path) -> tuple[AdapterConfig, str]:
+    try:
+        text = (directory / CONFIG_NAME).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ModelError(f"no adapter in {str(directory)!r}: {CONFIG_NAME} cannot be read: {error.strerror}") from None
+    config = AdapterConfig.from_json(text)
+    return config, str(json.loads(text).get("base_model_name_or_path") or "")
 
 
 @dataclass(frozen=True)
@@ -117,8 +197,13 @@ class Adapter:
 
     def merged(self, name: str, original: Tensor) -> Tensor:
         """The weight of a layer with what the adapter adds to it, computed in float32."""
-        a, b = (each.to(original.device, torch.float32) for each in self.layers[name])
-        return torch.addmm(original.float(), b, a, alpha=self.scale).to(original.dtype)
+        return merged_weight(original, self.layers[name], self.scale)
+
+
+def merged_weight(original: Tensor, matrices: LowRank, scale: float) -> Tensor:
+    """W + scale · B A, computed in float32."""
+    a, b = (each.to(original.device, torch.float32) for each in matrices)
+    return torch.addmm(original.float(), b, a, alpha=scale).to(original.dtype)
 
 
 def read_adapter(reader: WeightReader, update: WeightUpdate, linear: NamedTensors) -> Adapter:
@@ -131,43 +216,59 @@ def read_adapter(reader: WeightReader, update: WeightUpdate, linear: NamedTensor
         config = AdapterConfig.from_json(metadata[_CONFIG])
     except ModelError as error:
         raise WeightMismatch(f"{what}: {error}") from None
+    try:
+        layers = _fitting(what, config, tensors, linear)
+    except ModelError as error:
+        raise WeightMismatch(str(error)) from None
+    return Adapter(config.scale, {f"{layer}.weight": pair for layer, pair in layers.items()}, metadata[_BASE])
+
+
+def published_config(reader: WeightReader, update: WeightUpdate) -> str:
+    """The text of adapter_config.json for the adapter of an update. Raises WeightMismatch."""
+    _, metadata = reader.open(update)
+    return metadata[_CONFIG]
+
+
+def _fitting(what: str, config: AdapterConfig, tensors: dict[str, Tensor], linear: NamedTensors) -> dict[str, LowRank]:
+    """The matrices of an adapter by layer. Raises ModelError unless they are those of a model with these layers."""
     layers = {}
-    known = [(name.removesuffix(".weight"), name, weight) for name, weight in linear]
-    for layer, name, weight in known:
+    known = [(name.removesuffix(".weight"), weight.shape) for name, weight in linear]
+    for layer, (rows, columns) in known:
         if config.targets(layer):
-            rows, columns = weight.shape
             a = _taken(tensors, f"{_PREFIX}{layer}{_A}", (config.r, columns), what, config)
             b = _taken(tensors, f"{_PREFIX}{layer}{_B}", (rows, config.r), what, config)
-            layers[name] = (a, b)
-    for end in config.target_modules:
-        if not any(layer == end or layer.endswith(f".{end}") for layer, _, _ in known):
-            ends = sorted({layer.rpartition(".")[2] for layer, _, _ in known})
-            raise WeightMismatch(f"{what} targets {end}, which is no linear layer here; these are {', '.join(ends)}")
+            layers[layer] = (a, b)
+    require_targets(what, config.target_modules, [layer for layer, _ in known])
     if tensors:
-        raise WeightMismatch(f"{what} has {min(tensors)}, which belongs to none of its target_modules in this model")
-    return Adapter(config.scale, layers, metadata[_BASE])
+        raise ModelError(f"{what} has {min(tensors)}, which belongs to none of its target_modules in this model")
+    return layers
+
+
+def require_targets(what: str, targets: Iterable[str], layers: Sequence[str]) -> None:
+    """Raises ModelError for a target that is the end of no layer's name."""
+    for end in targets:
+        if not any(layer == end or layer.endswith(f".{end}") for layer in layers):
+            ends = ", ".join(sorted({layer.rpartition(".")[2] for layer in layers})) or "none"
+            raise ModelError(f"{what} targets {end}, which is no linear layer here; these are {ends}")
 
 
 def base_digest(tensors: NamedTensors) -> str:
-    """A fingerprint of a whole model. It is that of its values in bfloat16, so that an engine which holds the model in
-    either precision finds the same one."""
-    state = hashlib.sha256()
-    for name, tensor in _by_name(tensors):
-        state.update(f"{name} {[*tensor.shape]}\n".encode())
-        rounded = tensor.detach().to(torch.bfloat16).to("cpu").contiguous()
-        state.update(memoryview(rounded.view(torch.int16).numpy()).cast("B"))
-    return state.hexdigest()[:32]
+    """A fingerprint of a whole model, in whatever order its tensors come. It is that of its values in bfloat16, so that
+    an engine which holds the model in either precision finds the same one."""
+    return hashlib.sha256("\n".join(sorted(_fingerprint(*each) for each in tensors)).encode()).hexdigest()[:32]
 
 
-def _by_name(tensors: NamedTensors) -> Iterable[tuple[str, Tensor]]:
-    return sorted(tensors, key=lambda pair: pair[0])
+def _fingerprint(name: str, tensor: Tensor) -> str:
+    rounded = tensor.detach().to(torch.bfloat16).to(CPU).contiguous()
+    content = memoryview(rounded.view(torch.int16).numpy()).cast("B")
+    return f"{name} {[*tensor.shape]} {hashlib.sha256(content).hexdigest()}"
 
 
 def _taken(tensors: dict[str, Tensor], key: str, shape: tuple[int, int], what: str, config: AdapterConfig) -> Tensor:
     found = tensors.pop(key, None)
     if found is None or tuple(found.shape) != shape:
         got = "no such tensor" if found is None else f"the shape {[*found.shape]}"
-        raise WeightMismatch(
+        raise ModelError(
             f"{what} must have {key} with the shape {[*shape]}, got {got}; "
             f"it has r={config.r} and targets {', '.join(config.target_modules)}"
         )

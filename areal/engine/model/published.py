@@ -73,7 +73,7 @@ class WeightWriter:
         self._layout = layout
         self._slots: list[tuple[Path, list[tuple[WritableShard, list[tuple[str, Tensor]]]]]] = []
         for slot in (directory / "0", directory / "1"):
-            slot.mkdir(mode=0o700)
+            slot.mkdir(mode=0o700, exist_ok=True, parents=True)
             shards = [
                 (WritableShard(slot / name, part, metadata or {}), [(each, own[each]) for each, _ in part])
                 for name, part in parts.items()

@@ -61,6 +61,11 @@ def load_weights(decoder: Decoder, directory: Path) -> None:
             part.copy_(tensor)
 
 
+def has_value_head(directory: Path) -> bool:
+    """Whether the weights of a directory are those of a critic or a reward model."""
+    return VALUE_HEAD in _tensor_files(directory)
+
+
 def save_weights(decoder: Decoder, directory: Path) -> None:
     """Write `model.safetensors` in Hugging Face's names."""
     tensors = {name: part.detach().to(CPU, copy=True).contiguous() for name, part in named_weights(decoder)}
@@ -92,6 +97,14 @@ def _named_parts(architecture: Architecture, parameters: dict[str, Tensor]) -> I
 def linear_weights(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
     """The matrices of linear layers among them: all but the embedding, which a tied head shares."""
     return (pair for pair in named_weights(decoder) if pair[1].dim() > 1 and pair[0] != _WHOLE["embedding"])
+
+
+def fused_layers(decoder: Decoder) -> Iterator[tuple[Tensor, list[tuple[str, int]]]]:
+    """Each matrix of the decoder that linear layers share, with the layers' names and how many rows each has."""
+    for name, parameter in decoder.parameters.items():
+        if parameter.dim() > 1 and name not in ("embedding", "value_head"):
+            parts = _named_parts(decoder.architecture, {name: parameter})
+            yield parameter, [(part.removesuffix(".weight"), len(piece)) for part, piece in parts]
 
 
 def _rows(kind: str, a: Architecture, total: int) -> list[int]:

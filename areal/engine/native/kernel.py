@@ -21,7 +21,7 @@ from areal.api.messages import Array
 from areal.engine.inference.attention import SharedPrefix
 from areal.engine.inference.kv_cache import KeyValueCache, KeyValuePool
 from areal.engine.inference.model_runner import Piece
-from areal.engine.inference.sampler import SamplingParams, sample
+from areal.engine.inference.sampler import Sampled, SamplingParams, sample
 from areal.engine.model.architecture import Architecture
 from areal.engine.model.decoder import Decoder
 from areal.engine.model.device import memory_bytes
@@ -167,7 +167,7 @@ class NativeKernel:
 
     def sample(
         self, logits: Tensor, params: SamplingParams, counts: Sequence[int] | Array, banned: Tensor | None = None
-    ) -> tuple[list[int], list[float]]:
+    ) -> Sampled:
         """As `sampler.sample`, which draws for the rows with limits."""
         rows = logits.shape[0]
         if rows > len(self._tokens):
@@ -182,20 +182,25 @@ class NativeKernel:
         draw.greedy = params.greedy.data_ptr()
         draw.seeds, draw.counts = _address(params.seeds), _address(counts)
         self._functions.draw(self._draw_reference)
+        sets: dict[int, Array] = {}
         if params.limited or banned is not None:
-            self._sample_limited(logits, params, counts, banned)
-        return self._tokens[:rows].tolist(), self._logprobs[:rows].tolist()
+            sets = self._sample_limited(logits, params, counts, banned)
+        return Sampled(self._tokens[:rows].tolist(), self._logprobs[:rows].tolist(), sets)
 
-    def _sample_limited(self, logits: Tensor, params: SamplingParams, counts: Array, banned: Tensor | None) -> None:
+    def _sample_limited(
+        self, logits: Tensor, params: SamplingParams, counts: Array, banned: Tensor | None
+    ) -> dict[int, Array]:
+        """Draw again for the rows with limits; returns the sets of `Sampled`."""
         limited = params.limited_rows
         if banned is not None:
             limited = limited | banned.any(dim=1)
         rows = limited.nonzero().squeeze(1)
         if not len(rows):
-            return
+            return {}
         which = rows.numpy()
         some = sample(logits[rows], params.of(which), counts[which], None if banned is None else banned[rows])
-        self._tokens[which], self._logprobs[which] = some
+        self._tokens[which], self._logprobs[which] = some.tokens, some.logprobs
+        return {int(which[row]): found for row, found in some.sets.items()}
 
 
 def check_supported(decoder: Decoder, dtype: torch.dtype) -> None:

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from areal.api.errors import ArealError
+from areal.engine.sharded.adapter import AdapterLearner
 from areal.engine.sharded.export import staged_export, write_export
 from areal.engine.sharded.learner import RankLearner
 from areal.engine.training.moments import DIRECTORY, is_of_one_process
@@ -47,6 +48,9 @@ class CheckpointWriter:
                 f"checkpoints are written by every rank, so {str(directory.parent)!r} must be on a file system that "
                 "the driver and all ranks share; set output_dir to one"
             )
+        if isinstance(learner, AdapterLearner):  # which is small, and every rank has it
+            learner.save(directory)
+            return
         staged = staged_export(learner.model)
         self._writing.append(self._pool.submit(write_export, staged, directory))
         if dist.get_rank() == 0:

@@ -23,6 +23,7 @@ from areal.engine.training.figures import Figures
 from areal.engine.training.head import Temperatures
 from areal.engine.training.moments import KINDS
 from areal.engine.training.packing import Pack
+from areal.engine.training.token_sets import DrawnFrom
 
 
 class RankLearner:
@@ -52,31 +53,33 @@ class RankLearner:
         out = torch.empty(len(batch.temperatures), device=model.device)
         with torch.no_grad():
             for part, real in self._passes(batch, model):
-                found = model.scores(part, self._temperatures(part, batch, real))
+                found = model.scores(part, *self._distribution(part, batch, real))
                 if real:
                     out[part.order] = found
         model.reshard()
         return to_host(out)[0]
 
-    def train_batch(self, batch: TokenBatch, loss: Loss, place: int) -> tuple[Figures, float, Tensor]:
+    def train_batch(self, batch: TokenBatch, loss: Loss, place: int) -> tuple[Figures, float, Tensor, Tensor]:
         """One optimizer step of all ranks.
 
         Returns the figures of the rank's share, the norm of the whole gradient, and the scores that its forward passes
-        gave every trained token of the share, on the host.
+        gave every trained token of the share, with the entropies of what these were drawn from (of a critic, NaN), on
+        the host.
         Raises NonFiniteUpdate on every rank, with nothing changed, if the loss or the gradient of any is not finite.
         """
-        self.optimizer.zero_grad()
+        self._clear_gradient()
         batch = batch.on(self.model.device)
-        found = torch.empty(len(batch.temperatures), device=self.model.device)
+        found, spread = torch.full((2, len(batch.temperatures)), torch.nan, device=self.model.device)
         parts = [Figures(mean={"loss": 0.0}, total={"forward_tokens": 0})]
         for part, real in self._passes(batch, self.model):
-            scores = self.model.scores(part, self._temperatures(part, batch, real))
+            own = torch.full((len(part.order),), torch.nan, device=self.model.device)
+            scores = self.model.scores(part, *self._distribution(part, batch, real), own)
             if not real:
                 self._backward(scores.sum() * 0.0)
                 continue
             value, figures = loss(scores, {name: values[part.order] for name, values in batch.fields.items()})
             self._backward(value)
-            found[part.order] = scores.detach()
+            found[part.order], spread[part.order] = scores.detach(), own
             parts += [figures, Figures(mean={"loss": value.detach()}, total={"forward_tokens": part.tokens})]
         share = Figures.of_passes(parts)
         norm = self._gradient_norm()
@@ -87,7 +90,10 @@ class RankLearner:
                 "the weights were not changed"
             )
         self._step(learning_rate(self._config, place, self._total_steps), norm)
-        return share, norm, to_host(found)[0]
+        return share, norm, *to_host(found, spread)
+
+    def _clear_gradient(self) -> None:
+        self.optimizer.zero_grad()
 
     def _backward(self, loss: Tensor) -> None:
         """Add the gradient of a pass to that of the passes before it."""
@@ -114,8 +120,8 @@ class RankLearner:
                 return
             yield (model.empty_pass(), False) if part is None else (part, True)
 
-    def _temperatures(self, part: Pack, batch: TokenBatch, real: bool) -> Temperatures:
-        return batch.temperatures_at(part.order) if real else 1.0
+    def _distribution(self, part: Pack, batch: TokenBatch, real: bool) -> tuple[Temperatures, DrawnFrom | None]:
+        return (batch.temperatures_at(part.order), batch.drawn_at(part.order)) if real else (1.0, None)
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
         config = self._config

@@ -7,7 +7,7 @@ training: without dropout the ranks, one process and the engine compute the same
 Every call below is collective: all ranks make it, in the same order.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MethodType
@@ -15,19 +15,23 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from areal.api.errors import ModelError
 from areal.config.parallel import Ranks
+from areal.engine.model.adapter import LowRank
+from areal.engine.model.low_rank import Switch
 from areal.engine.sharded.packed_attention import PACKED_ATTENTION, packed_inputs, register_packed_attention
 from areal.engine.sharded.trainable import has_experts, language_model_class, require_trainable
-from areal.engine.training.head import Picks, Temperatures, by_temperature, logits_logprobs, of_rows
+from areal.engine.training.head import Picks, Temperatures, by_distribution, logits_logprobs, of_rows
 from areal.engine.training.packing import Pack, Span, pack
 from areal.engine.training.segments import VarlenKernel
+from areal.engine.training.token_sets import DrawnFrom
 from areal.engine.transformers.file_layout import FileLayout
+from areal.engine.transformers.low_rank import TensorGroup, adapt_module, head_layer
 from areal.engine.transformers.model import (
     critic_class,
     read_config,
@@ -64,6 +68,7 @@ class ShardedModel:
         require_trainable(directory, ranks)
         register_packed_attention()
         self.device = device
+        self._ranks = ranks
         self._kernel = kernel
         mixed = dtype == "bfloat16"
         self._autocast = mixed and ranks.data == 1
@@ -86,10 +91,16 @@ class ShardedModel:
         (smallest,) = self.passes([Span(np.zeros(2, np.int64), np.ones(1, np.int64), 0)], 1)
         return smallest
 
-    def scores(self, part: Pack, temperatures: Temperatures) -> Tensor:
+    def scores(
+        self,
+        part: Pack,
+        temperatures: Temperatures,
+        drawn: DrawnFrom | None = None,
+        entropies: Tensor | None = None,
+    ) -> Tensor:
         """One number for each asked token of a pass, as a `TrainableModel` gives them."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self._autocast):
-            found: Tensor = self.module(part, temperatures)
+            found: Tensor = self.module(part, temperatures, drawn, entropies)
         return found
 
     def reshard(self) -> None:
@@ -98,6 +109,27 @@ class ShardedModel:
         for module in self.module.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+
+    @property
+    def head_layer(self) -> str:
+        return head_layer(self.module)
+
+    def linear_weights(self) -> list[tuple[str, Tensor]]:
+        """The matrix [out, in] of every linear layer, a tied head not among them, as shapes without values."""
+        linear = {f"{name}.weight" for name, each in self.module.named_modules() if isinstance(each, nn.Linear)}
+        return [(name, shape) for name, shape in self.shapes() if name in linear]
+
+    def adapt(self, layers: Mapping[str, LowRank], scale: float) -> Switch:
+        """Compute these layers with matrices that every rank has whole; their gradients are parts of a sum."""
+        return adapt_module(self.module, layers, scale, self._tensor_group())
+
+    def _tensor_group(self) -> TensorGroup | None:
+        """None = no layer is spread by tensor parallelism."""
+        if self._ranks.tensor == 1:
+            return None
+        spread = (each for each in self.module.parameters() if isinstance(each, DTensor))
+        mesh = next(each.device_mesh for each in spread if "tp" in (each.device_mesh.mesh_dim_names or ()))
+        return TensorGroup(mesh.get_group("tp"), mesh["tp"].size(), mesh.get_local_rank("tp"))
 
     def shapes(self) -> list[tuple[str, Tensor]]:
         """What `named_weights` yields, in its order, without values."""
@@ -110,26 +142,45 @@ class ShardedModel:
             yield from self._layout.parts(name, whole(parameter.detach()))
 
 
-def _logprobs(module: Any, part: Pack, temperatures: Temperatures) -> Tensor:
+def _logprobs(
+    module: Any, part: Pack, temperatures: Temperatures, drawn: DrawnFrom | None, entropies: Tensor | None
+) -> Tensor:
     """The forward pass of a model, up to log-probs: logits are held for a piece of the tokens at a time."""
     hidden: Tensor = module.get_decoder()(**packed_inputs(part)).last_hidden_state[0, part.sources]
     head, config = module.get_output_embeddings(), module.config.get_text_config()
     cap: float | None = getattr(config, "final_logit_softcapping", None)
 
-    def of_piece(hidden: Tensor, picks: Picks, temperatures: Temperatures) -> Tensor:
+    def of_piece(
+        hidden: Tensor,
+        picks: Picks,
+        temperatures: Temperatures,
+        drawn: DrawnFrom | None,
+        entropies: Tensor | None,
+    ) -> Tensor:
         logits: Tensor = head(hidden)
         if cap is not None:
             logits = torch.tanh(logits / cap) * cap
-        return logits_logprobs(logits, picks, temperatures)
+        return logits_logprobs(logits, picks, temperatures, drawn, entropies)
 
-    hidden, picks = by_temperature(hidden, part.picks, temperatures)
-    pieces = [(hidden[rows], own, of_rows(temperatures, rows)) for rows, _, own in picks.pieces(config.vocab_size)]
+    hidden, picks = by_distribution(hidden, part.picks, temperatures, drawn)
+    pieces = [
+        (
+            hidden[rows],
+            own,
+            of_rows(temperatures, rows),
+            drawn and drawn[rows],
+            None if entropies is None else entropies[asked],
+        )
+        for rows, asked, own in picks.pieces(config.vocab_size)
+    ]
     if len(pieces) == 1:
         return of_piece(*pieces[0])
     return torch.cat([checkpoint(of_piece, *piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces])
 
 
-def _values(critic: Any, part: Pack, temperatures: Temperatures) -> Tensor:
+def _values(
+    critic: Any, part: Pack, temperatures: Temperatures, drawn: DrawnFrom | None, entropies: Tensor | None
+) -> Tensor:
     """The forward pass of a critic."""
     hidden = critic.base_model(**packed_inputs(part)).last_hidden_state[0, part.sources]
     return values_of(critic, hidden)[part.picks.rows]

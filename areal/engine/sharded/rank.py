@@ -27,10 +27,12 @@ from areal.api.errors import ModelError
 from areal.api.messages import RANK_ROLE, Doing
 from areal.config.training import OptimizerConfig
 from areal.engine.model.device import CPU, find_device
+from areal.engine.models import portable_name
+from areal.engine.sharded.adapter import AdapterLearner, RankAdapterWriter
 from areal.engine.sharded.checkpoint import CheckpointWriter, load_optimizer
 from areal.engine.sharded.export import RankWeightWriter
 from areal.engine.sharded.learner import RankLearner
-from areal.engine.sharded.messages import RankSetup, Role, Share, rank_wire
+from areal.engine.sharded.messages import FrozenRole, RankSetup, Role, Share, TrainedRole, rank_wire
 from areal.engine.sharded.model import ShardedModel
 from areal.engine.sharded.packed_attention import find_kernel
 from areal.infra.rpc.channel import Handler
@@ -62,10 +64,10 @@ class Rank:
         self._store: dist.TCPStore | None = None
         self._setup: RankSetup | None = None
         self._device = CPU
-        self._learners: dict[Role, RankLearner] = {}
-        self._reference: ShardedModel | None = None
-        self._writer: RankWeightWriter | None = None
-        self._checkpoints: dict[Role, CheckpointWriter] = {}
+        self._learners: dict[TrainedRole, RankLearner] = {}
+        self._frozen: dict[FrozenRole, ShardedModel] = {}
+        self._writer: RankWeightWriter | RankAdapterWriter | None = None
+        self._checkpoints: dict[TrainedRole, CheckpointWriter] = {}
 
     @property
     def handlers(self) -> dict[str, Handler]:
@@ -80,7 +82,9 @@ class Rank:
             self.open_store,
             self.set_up,
             self.open_model,
-            self.open_reference,
+            self.open_frozen,
+            self.close_frozen,
+            self.load_adapter,
             self.scores,
             self.train_batch,
             self.publish,
@@ -128,61 +132,87 @@ class Rank:
             timeout=timedelta(seconds=COLLECTIVE_SECONDS),
         )
 
-    def open_model(self, role: Role, directory: str, with_optimizer: bool, packed_optimizer: bytes) -> None:
+    def open_model(self, role: TrainedRole, directory: str, with_optimizer: bool, packed_optimizer: bytes) -> None:
         """Read a model, or a checkpoint with the optimizer's moments, in place of what was open in its role."""
         setup = self._known_setup
         optimizer: OptimizerConfig = pickle.loads(packed_optimizer)
         self._learners.pop(role, None)
         if role == "actor":
             self._writer = None
-        learner = RankLearner(
-            self._opened(directory, trainable=True, value_head=role == "critic"),
-            setup.ranks,
-            optimizer,
-            total_steps=setup.total_steps,
-            max_tokens_per_mb=setup.actor.max_tokens_per_mb,
-        )
+        sizes = {"total_steps": setup.total_steps, "max_tokens_per_mb": setup.actor.max_tokens_per_mb}
+        if role == "actor" and setup.actor.lora.rank is not None:
+            model = self._opened(directory, trainable=False, checkpointing=setup.actor.gradient_checkpointing)
+            name = portable_name(setup.actor.path, Path(directory))
+            learner: RankLearner = AdapterLearner.open(
+                model, setup.actor.lora, setup.ranks, optimizer, seed=setup.seed, base_name=name, **sizes
+            )
+        else:
+            model = self._opened(directory, trainable=True, value_head=role == "critic")
+            learner = RankLearner(model, setup.ranks, optimizer, **sizes)
         if with_optimizer:
             load_optimizer(learner, Path(directory))
         self._learners[role] = learner
         if role not in self._checkpoints:
             self._checkpoints[role] = CheckpointWriter()
 
-    def open_reference(self, directory: str) -> None:
-        self._reference = self._opened(directory, trainable=False)
+    def open_frozen(self, role: FrozenRole, directory: str, offload: bool) -> None:
+        self._frozen[role] = self._opened(directory, trainable=False, offload=offload)
+
+    def close_frozen(self, role: FrozenRole) -> None:
+        self._frozen.pop(role, None)  # there is none where the model without its adapter was meant
+
+    def load_adapter(self, directory: str) -> None:
+        """Take the adapter of a checkpoint and its moments."""
+        learner = self._learners["actor"]
+        assert isinstance(learner, AdapterLearner), "an adapter is trained"
+        learner.load(Path(directory))
 
     def scores(self, role: Role, packed: bytes) -> Any:
         share: Share = rank_wire().unpack(packed)
-        if role == "reference":
-            return self._learners["actor"].scores(share.batch(), self._reference).numpy()
+        if role == "reference" or role == "teacher":
+            actor = self._learners["actor"]
+            if role not in self._frozen:
+                assert isinstance(actor, AdapterLearner), "the reference is the model without its adapter"
+                return actor.base_scores(share.batch()).numpy()
+            return actor.scores(share.batch(), self._frozen[role]).numpy()
         return self._learners[role].scores(share.batch()).numpy()
 
-    def train_batch(self, role: Role, packed: bytes) -> tuple[dict[str, dict[str, float]], float, Any]:
+    def train_batch(self, role: TrainedRole, packed: bytes) -> tuple[dict[str, dict[str, float]], float, Any, Any]:
         share: Share = rank_wire().unpack(packed)
         assert share.loss is not None, "a batch that is trained has a loss"
-        figures, norm, scores = self._learners[role].train_batch(share.batch(), share.loss, share.place)
-        return figures.by_kind(), norm, scores.numpy()
+        figures, norm, scores, entropies = self._learners[role].train_batch(share.batch(), share.loss, share.place)
+        return figures.by_kind(), norm, scores.numpy(), entropies.numpy()
 
     def publish(self, version: int, dtype: str) -> WeightUpdate:
         """Write this rank's files of the weights, in `dtype`; engines of other hosts fetch them from here."""
         if self._writer is None:
             place = shared()
             assert place is not None, "a keeper has started this process"
-            self._writer = RankWeightWriter(
-                self._learners["actor"].model, place / PUBLISHED, self._address, getattr(torch, dtype)
-            )
+            actor = self._learners["actor"]
+            if isinstance(actor, AdapterLearner):
+                self._writer = RankAdapterWriter(actor, place / PUBLISHED, self._address)
+            else:
+                self._writer = RankWeightWriter(actor.model, place / PUBLISHED, self._address, getattr(torch, dtype))
         self._shipper.published = self._writer.write(version)
         return self._shipper.published
 
-    def begin_checkpoint(self, role: Role, directory: str) -> None:
+    def begin_checkpoint(self, role: TrainedRole, directory: str) -> None:
         """Returns once copies have been taken."""
         self._checkpoints[role].begin(self._learners[role], Path(directory))
 
-    async def finish_checkpoint(self, role: Role) -> None:
+    async def finish_checkpoint(self, role: TrainedRole) -> None:
         """Beside whatever the thread computes."""
         await asyncio.to_thread(self._checkpoints[role].finish)
 
-    def _opened(self, directory: str, *, trainable: bool, value_head: bool = False) -> ShardedModel:
+    def _opened(
+        self,
+        directory: str,
+        *,
+        trainable: bool,
+        checkpointing: bool = False,
+        value_head: bool = False,
+        offload: bool = False,
+    ) -> ShardedModel:
         setup = self._known_setup
         if not is_here(Path(directory)):
             raise ModelError(
@@ -196,8 +226,8 @@ class Rank:
             device,
             dtype=actor.dtype,
             kernel=find_kernel(actor.attention, Path(directory), device, actor.dtype),
-            gradient_checkpointing=trainable and actor.gradient_checkpointing,
-            offload=actor.offload,
+            gradient_checkpointing=checkpointing or (trainable and actor.gradient_checkpointing),
+            offload=actor.offload or offload,
             trainable=trainable,
             value_head=value_head,
         )

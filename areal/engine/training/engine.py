@@ -33,6 +33,7 @@ from areal.engine.training.figures import Figures
 from areal.engine.training.head import Temperatures
 from areal.engine.training.moments import KINDS, Moments, load_moments, save_moments
 from areal.engine.training.packing import PackedDecoder, Span
+from areal.engine.training.token_sets import FIELD, DrawnFrom, TokenSets
 
 Loss = Callable[[Tensor, dict[str, Tensor]], tuple[Tensor, Figures]]
 """(scores [n], per-token fields [n]) -> (summed weighted loss, figures)"""
@@ -52,18 +53,29 @@ class TokenBatch:
     fields: dict[str, Tensor] = field(default_factory=dict)
     temperature: float | None = None
     """Of all tokens, where `on` has found that they have the same."""
+    sets: TokenSets | None = None
+    """What tokens were drawn from; the field `sets` says which of these a token was. None = all were drawn from the
+    whole vocabulary."""
 
     def on(self, device: torch.device) -> "TokenBatch":
         """The same with its tensors on a device."""
         fields = {name: to_device(values, device) for name, values in self.fields.items()}
         found = torch.unique_consecutive(self.temperatures).tolist()
         return TokenBatch(
-            self.spans, to_device(self.temperatures, device), fields, found[0] if len(found) == 1 else None
+            self.spans,
+            to_device(self.temperatures, device),
+            fields,
+            found[0] if len(found) == 1 else None,
+            None if self.sets is None else self.sets.on(device),
         )
 
     def temperatures_at(self, order: Tensor) -> Temperatures:
         """Of some tokens, once it is known whether all have the same."""
         return self.temperatures[order] if self.temperature is None else self.temperature
+
+    def drawn_at(self, order: Tensor) -> DrawnFrom | None:
+        """What some tokens were drawn from."""
+        return None if self.sets is None else DrawnFrom(self.sets, self.fields[FIELD][order])
 
 
 class Pass(Protocol):
@@ -100,10 +112,17 @@ class TrainableModel(Protocol):
         """Cut spans into passes of at most `max_tokens` tokens; a single longer sequence gets a pass of its own."""
         ...
 
-    def scores(self, part: Any, temperatures: Temperatures) -> Tensor:
+    def scores(
+        self,
+        part: Any,
+        temperatures: Temperatures,
+        drawn: DrawnFrom | None = None,
+        entropies: Tensor | None = None,
+    ) -> Tensor:
         """One number for each asked token of a pass, in its order; differentiable.
 
-        Its log-probability, or of a critic, the value before it, which no temperature changes.
+        Its log-probability among the tokens that it was drawn from, or of a critic, the value before it, which neither
+        they nor a temperature change. `entropies`, one for each too, takes those of what a policy drew from.
         """
         ...
 
@@ -113,6 +132,10 @@ class TrainableModel(Protocol):
 
     def named_views(self, flat: Tensor) -> NamedTensors:
         """A buffer that is laid out as `flat` is, parameter by parameter."""
+        ...
+
+    def writer(self, directory: Path, dtype: torch.dtype) -> WeightWriter:
+        """What publishes it, for engines that compute in `dtype`."""
         ...
 
     def load(self, directory: Path) -> None:
@@ -154,9 +177,9 @@ class ScoringEngine:
     def _passes(self, batch: TokenBatch) -> Iterable[Pass]:
         return self.model.passes(batch.spans, self.max_tokens_per_mb)
 
-    def _scores(self, part: Pass, batch: TokenBatch) -> Tensor:
+    def _scores(self, part: Pass, batch: TokenBatch, entropies: Tensor | None = None) -> Tensor:
         with self._arithmetic():
-            return self.model.scores(part, batch.temperatures_at(part.order))
+            return self.model.scores(part, batch.temperatures_at(part.order), batch.drawn_at(part.order), entropies)
 
     def _arithmetic(self) -> AbstractContextManager[Any]:
         if self._dtype == "float32":
@@ -199,26 +222,36 @@ class TrainingEngine(ScoringEngine):
         """Where the weights are published; None = a directory of its own, made by the first `publish`."""
 
     def train_batch(
-        self, batch: TokenBatch, loss: Loss, place: int | None = None, *, scores: Tensor | None = None
+        self,
+        batch: TokenBatch,
+        loss: Loss,
+        place: int | None = None,
+        *,
+        scores: Tensor | None = None,
+        entropies: Tensor | None = None,
     ) -> Figures:
         """One optimizer step, or none for an empty batch; returns the loss's figures and the step's own.
 
         `place` is the step's place in the learning-rate schedule, from 0; None = the one after the last, empty batches
-        counted. `scores` [N], on the host, takes those of the forward passes, which are of the weights before the step.
-        Raises NonFiniteUpdate, with weights, optimizer and `scores` as they were, if loss or gradient are not finite.
+        counted. `scores` [N], on the host, takes those of the forward passes, which are of the weights before the step,
+        and `entropies` [N], of a policy, those of what its tokens were drawn from.
+        Raises NonFiniteUpdate, with weights, optimizer and these as they were, if loss or gradient are not finite.
         """
         self._steps = self._steps if place is None else place
         rate = learning_rate(self._config, self._steps, self.total_steps)
         parts = [Figures(mean={"loss": 0.0, "lr": rate}, total={"forward_tokens": 0})]
         self.flat_grad.zero_()
         batch = batch.on(self.device)
-        found = self.flat.new_empty(len(batch.temperatures))
+        found, spread = self.flat.new_empty((2, len(batch.temperatures)))
         for part in self._passes(batch) if batch.spans else ():
             fields = {name: values[part.order] for name, values in batch.fields.items()}
-            computed = self._scores(part, batch)
+            own = None if entropies is None else spread.new_empty(len(part.order))
+            computed = self._scores(part, batch, own)
             value, figures = loss(computed, fields)
             value.backward()
             found[part.order] = computed.detach()
+            if own is not None:
+                spread[part.order] = own
             parts += [figures, Figures(mean={"loss": value.detach()}, total={"forward_tokens": part.tokens})]
         whole = Figures.of_passes(parts)
         norm = math.sqrt(sum_of_squares(self.flat_grad))
@@ -231,6 +264,8 @@ class TrainingEngine(ScoringEngine):
             self._step(rate, norm)
         if scores is not None:
             scores.copy_(to_host(found)[0])
+        if entropies is not None:
+            entropies.copy_(to_host(spread)[0])
         self._steps += 1
         return Figures.of_passes([whole, Figures(mean={"grad_norm": norm})])
 
@@ -238,7 +273,7 @@ class TrainingEngine(ScoringEngine):
         """Copy the weights into shared memory as the present version, in `dtype`; the previous one stays readable."""
         if self._writer is None:
             self.shared_dir = self.shared_dir or Path(tempfile.mkdtemp(prefix="areal-", dir=shared_memory()))
-            self._writer = WeightWriter(self.shared_dir, self.model.named_weights(), dtype=getattr(torch, dtype))
+            self._writer = self.model.writer(self.shared_dir, getattr(torch, dtype))
         return self._writer.write(self.version)
 
     def save(self, directory: str) -> None:
@@ -310,6 +345,8 @@ class TrainingEngine(ScoringEngine):
         config = self._config
         matrices, slices = self.model.matrices, []
         for span, decay in ((slice(0, matrices), config.weight_decay), (slice(matrices, None), 0.0)):
+            if not len(self.flat[span]):  # an adapter has matrices only
+                continue
             leaf = self.flat[span].requires_grad_()
             leaf.grad = self.flat_grad[span]
             slices.append({"params": [leaf], "weight_decay": decay})

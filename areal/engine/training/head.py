@@ -4,6 +4,8 @@ autograd would keep logits, divide them by temperatures of 1 and make three tens
 log-sum-exp. Here they become exponentials where they are, which are all that the gradient needs: it takes their place.
 Where they are many they exist for a piece of the rows at a time, and are computed again for the gradient.
 
+With a log-prob comes the entropy of the distribution that it belongs to, for whoever wants to look: it has no gradient.
+
 A row of logits is computed once, however many tokens are asked of it: samples of one prompt share their first tokens.
 
 Shapes: R rows, D hidden, V vocabulary, N asked tokens.
@@ -20,6 +22,7 @@ from torch import Tensor
 
 from areal.api.messages import Array
 from areal.engine.model.device import to_device
+from areal.engine.training.token_sets import DrawnFrom
 
 HEAD_ELEMENTS = 1 << 24
 """Logits held at once: rows times vocabulary."""
@@ -61,36 +64,60 @@ class Picks:
             yield slice(first, last), asked, own
 
 
-def head_logprobs(hidden: Tensor, head: Tensor, picks: Picks, temperatures: Temperatures = 1.0) -> Tensor:
+def head_logprobs(
+    hidden: Tensor,
+    head: Tensor,
+    picks: Picks,
+    temperatures: Temperatures = 1.0,
+    drawn: DrawnFrom | None = None,
+    entropies: Tensor | None = None,
+) -> Tensor:
     """Log-probs [N] of tokens by hidden states [R,D] and a head [V,D]; in float32 or better.
 
-    Under autocast the products are computed in its dtype.
+    Under autocast the products are computed in its dtype. `drawn`: what each token was drawn from; None = everything.
+    `entropies` [N] takes those of what each token was drawn from.
     """
-    hidden, picks = by_temperature(hidden, picks, temperatures)
+    hidden, picks = by_distribution(hidden, picks, temperatures, drawn)
     keep = torch.is_grad_enabled() and (hidden.requires_grad or head.requires_grad)
-    found: Tensor = _HeadLogProbs.apply(hidden, head, picks, temperatures, keep)  # type: ignore[no-untyped-call]
+    found: Tensor = _HeadLogProbs.apply(hidden, head, picks, temperatures, drawn, entropies, keep)  # type: ignore[no-untyped-call]
     return found
 
 
-def by_temperature(hidden: Tensor, picks: Picks, temperatures: Temperatures) -> tuple[Tensor, Picks]:
-    """Rows that have one temperature: a row for each token, if temperatures may differ."""
-    if isinstance(temperatures, Tensor):
+def by_distribution(
+    hidden: Tensor, picks: Picks, temperatures: Temperatures, drawn: DrawnFrom | None
+) -> tuple[Tensor, Picks]:
+    """Rows that have one distribution: a row for each token, if temperatures or what is drawn from may differ."""
+    if isinstance(temperatures, Tensor) or drawn is not None:
         return hidden.index_select(0, picks.rows), Picks.one_of_each(picks.targets)
     return hidden, picks
 
 
-def logits_logprobs(logits: Tensor, picks: Picks, temperatures: Temperatures = 1.0) -> Tensor:
-    """The same by logits [R,V]; temperatures that differ are of rows of which one token is asked each."""
-    found: Tensor = _LogitsLogProbs.apply(logits, picks, temperatures)  # type: ignore[no-untyped-call]
+def logits_logprobs(
+    logits: Tensor,
+    picks: Picks,
+    temperatures: Temperatures = 1.0,
+    drawn: DrawnFrom | None = None,
+    entropies: Tensor | None = None,
+) -> Tensor:
+    """The same by logits [R,V]; where temperatures differ, or there is `drawn`, one token is asked of each row."""
+    found: Tensor = _LogitsLogProbs.apply(logits, picks, temperatures, drawn, entropies)  # type: ignore[no-untyped-call]
     return found
 
 
-def token_logprobs(logits: Tensor, targets: Tensor, temperatures: Temperatures = 1.0) -> Tensor:
+def token_logprobs(
+    logits: Tensor,
+    targets: Tensor,
+    temperatures: Temperatures = 1.0,
+    drawn: DrawnFrom | None = None,
+    entropies: Tensor | None = None,
+) -> Tensor:
     """Log-probs [R] of a token for each row of logits [R,V]."""
-    return logits_logprobs(logits, Picks.one_of_each(targets), temperatures)
+    return logits_logprobs(logits, Picks.one_of_each(targets), temperatures, drawn, entropies)
 
 
-def _softmax(logits: Tensor, picks: Picks, temperatures: Temperatures) -> tuple[Tensor, Tensor, Tensor]:
+def _softmax(
+    logits: Tensor, picks: Picks, temperatures: Temperatures, drawn: DrawnFrom | None, entropies: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probs [N], and the softmax as exponentials [R,V] and their sums [R].
 
     The exponentials take the memory of `logits`, which nothing else may use.
@@ -99,10 +126,14 @@ def _softmax(logits: Tensor, picks: Picks, temperatures: Temperatures) -> tuple[
         logits.div_(temperatures[:, None])
     elif temperatures != 1.0:
         logits.div_(temperatures)
+    if drawn is not None:
+        drawn.limit(logits)
     largest = logits.amax(1, keepdim=True)
     picked = logits.view(-1)[_places(logits, picks)]
     powers = logits.sub_(largest).exp_()
     sums = powers.sum(1)
+    if entropies is not None:  # log Σ e^x - Σ x e^x / Σ e^x
+        entropies.copy_((sums.log() + torch.special.entr(powers).sum(1) / sums)[picks.rows])
     return picked - (largest.squeeze(1) + sums.log())[picks.rows], powers, sums
 
 
@@ -124,10 +155,17 @@ def _places(logits: Tensor, picks: Picks) -> Tensor:
 
 class _LogitsLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, picks: Picks, temperatures: Temperatures) -> Tensor:
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        picks: Picks,
+        temperatures: Temperatures,
+        drawn: DrawnFrom | None,
+        entropies: Tensor | None,
+    ) -> Tensor:
         exact = _exact(logits.dtype)
         own = logits.clone() if logits.dtype == exact else logits.to(exact)
-        found, *softmax = _softmax(own, picks, temperatures)
+        found, *softmax = _softmax(own, picks, temperatures, drawn, entropies)
         ctx.save_for_backward(*softmax)
         ctx.asked, ctx.dtype = (picks, temperatures), logits.dtype
         return found
@@ -137,19 +175,36 @@ class _LogitsLogProbs(torch.autograd.Function):
     def backward(ctx: Any, given: Tensor) -> Any:
         powers, sums = ctx.saved_tensors
         picks, temperatures = ctx.asked
-        return _logits_gradient(powers, sums, picks, temperatures, given).to(ctx.dtype), None, None
+        return _logits_gradient(powers, sums, picks, temperatures, given).to(ctx.dtype), None, None, None, None
 
 
 class _HeadLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, head: Tensor, picks: Picks, temperatures: Temperatures, keep: bool) -> Tensor:
-        ctx.asked, ctx.dtype = (picks, temperatures), _product_dtype(hidden)
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        head: Tensor,
+        picks: Picks,
+        temperatures: Temperatures,
+        drawn: DrawnFrom | None,
+        entropies: Tensor | None,
+        keep: bool,
+    ) -> Tensor:
+        ctx.asked, ctx.dtype = (picks, temperatures, drawn), _product_dtype(hidden)
         states, matrix = hidden.to(ctx.dtype), head.to(ctx.dtype)
         found: list[Tensor] = []
         softmax: list[Tensor] = []
-        for rows, _, own in picks.pieces(len(head)):
+        for rows, asked, own in picks.pieces(len(head)):
             softmax.clear()  # that of a piece, before there are the logits of the next
-            logprobs, *softmax = _softmax(_logits(states[rows], matrix), own, of_rows(temperatures, rows))
+            logits = _logits(states[rows], matrix)
+            logprobs, *softmax = _softmax(
+                logits,
+                own,
+                of_rows(temperatures, rows),
+                drawn and drawn[rows],
+                None if entropies is None else entropies[asked],
+            )
+            del logits  # which the softmax has taken
             found.append(logprobs)
         ctx.save_for_backward(hidden, head, *(softmax if keep and len(found) == 1 else ()))
         return found[0] if len(found) == 1 else torch.cat(found)
@@ -158,17 +213,19 @@ class _HeadLogProbs(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, given: Tensor) -> Any:
         hidden, head, *kept = ctx.saved_tensors
-        picks, temperatures = ctx.asked
+        picks, temperatures, drawn = ctx.asked
         states, matrix = hidden.to(ctx.dtype), head.to(ctx.dtype)
         of_states, of_head = torch.empty_like(states), None
+        learned = ctx.needs_input_grad[1]
         for rows, asked, own in picks.pieces(len(head)):
             at = of_rows(temperatures, rows)
-            powers, sums = kept or _softmax(_logits(states[rows], matrix), own, at)[1:]
+            powers, sums = kept or _softmax(_logits(states[rows], matrix), own, at, drawn and drawn[rows])[1:]
             of_logits = _logits_gradient(powers, sums, own, at, given[asked]).to(ctx.dtype)
             of_states[rows] = of_logits @ matrix
-            of_head = _added(of_head, of_logits.t(), states[rows], head.dtype)
+            if learned:
+                of_head = _added(of_head, of_logits.t(), states[rows], head.dtype)
             del powers, of_logits  # before there are the logits of the next piece
-        return of_states.to(hidden.dtype), of_head, None, None, None
+        return of_states.to(hidden.dtype), of_head, None, None, None, None, None
 
 
 def of_rows(temperatures: Temperatures, rows: slice) -> Temperatures:

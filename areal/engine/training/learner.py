@@ -22,13 +22,20 @@ class LogProbs(Protocol):
 
 class Trained(Protocol):
     def train_batch(
-        self, batch: TokenBatch, loss: Loss, place: int | None = None, *, scores: Tensor | None = None
+        self,
+        batch: TokenBatch,
+        loss: Loss,
+        place: int | None = None,
+        *,
+        scores: Tensor | None = None,
+        entropies: Tensor | None = None,
     ) -> Figures:
         """One optimizer step, or none for an empty batch; returns the loss's figures and the step's own.
 
         `place` is the step's place in the learning-rate schedule, from 0; None = the one after the last. `scores` [N],
-        on the host, takes those of the forward passes, which are of the weights before the step. Raises
-        NonFiniteUpdate, with weights, optimizer and `scores` as they were, if loss or gradient are not finite.
+        on the host, takes those of the forward passes, which are of the weights before the step, and `entropies` [N]
+        those of what a policy drew its tokens from. Raises NonFiniteUpdate, with weights, optimizer and these as they
+        were, if loss or gradient are not finite.
         """
         ...
 
@@ -46,7 +53,15 @@ class Trained(Protocol):
     def load_checkpoint(self, directory: Path, state: dict[str, Any]) -> None: ...
 
 
-class Learner(LogProbs, Trained, Protocol):
+class Critic(Trained, Protocol):
+    def values(self, batch: TokenBatch) -> Tensor:
+        """What is expected before every trained token [N], under the present weights, on the host."""
+        ...
+
+
+class Learner(LogProbs, Critic, Protocol):
+    """The policy, which gives log-probs; a reward model, which is trained in its place, gives values."""
+
     version: int
 
     def publish(self, dtype: str = "float32") -> WeightUpdate:
@@ -54,9 +69,3 @@ class Learner(LogProbs, Trained, Protocol):
         ...
 
     def close(self) -> None: ...
-
-
-class Critic(Trained, Protocol):
-    def values(self, batch: TokenBatch) -> Tensor:
-        """What is expected before every trained token [N], under the present weights, on the host."""
-        ...

@@ -2,73 +2,65 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from areal.algorithms.losses import clipped_loss, decoupled_loss, kl_penalty
+from areal.algorithms.entropy import negative_entropy
+from areal.algorithms.objective import PolicyLoss
+from areal.algorithms.ratio import Completions, log_ratios
+from areal.algorithms.stages import stage
 from areal.algorithms.values import value_loss
-from areal.config.training import ActorConfig
+from areal.config.algorithm import Algorithm
 from areal.engine.training.figures import Figures
 
 
 @dataclass(frozen=True)
 class PolicyObjective:
-    """A `Loss`. Of the fields that `areal/trainer/update.py` makes, `proximal` and `reference` may be missing."""
+    """A `Loss`, of the stages that have a gradient. The fields are those that `areal/trainer/update.py` makes.
 
-    eps_clip: float
-    eps_clip_higher: float
-    dual_clip: float | None
-    behave_imp_weight_cap: float | None
-    kl_ctl: float
+    `proximal`, `reference` and `correction` may be missing, and so may those that say which completion a token is of.
+    """
+
+    algorithm: Algorithm
     decoupled: bool
-    """Clip around `proximal` and weigh by its ratio to `behaviour`."""
+    """The ratio is taken to `proximal`, and the loss weighed by `correction`."""
     recomputed: bool
     """Not decoupled: the ratio is taken to `proximal`, not to `behaviour`."""
 
-    @classmethod
-    def of(cls, actor: ActorConfig, *, decoupled: bool, recomputed: bool) -> "PolicyObjective":
-        return cls(
-            actor.eps_clip,
-            actor.eps_clip_higher or actor.eps_clip,
-            actor.dual_clip,
-            actor.behave_imp_weight_cap,
-            actor.kl_ctl,
-            decoupled,
-            recomputed,
-        )
-
     def __call__(self, logprobs: Tensor, fields: dict[str, Tensor]) -> tuple[Tensor, Figures]:
-        weights, behaviour, advantages = fields["weights"], fields["behaviour"], fields["advantages"]
-        low, high = self.eps_clip, self.eps_clip_higher
-        if self.decoupled:
-            policy = decoupled_loss(
-                logprobs,
-                fields["proximal"],
-                behaviour,
-                advantages,
-                low,
-                high,
-                self.behave_imp_weight_cap,
-                self.dual_clip,
-            )
-        else:
-            old = fields["proximal"] if self.recomputed else behaviour
-            policy = clipped_loss(logprobs, old, advantages, low, high, self.dual_clip)
-        loss = (policy.loss * weights).sum()
-        means = {
-            "clip_ratio": (policy.clipped * weights).sum(),
-            "dual_clip_ratio": (policy.dual_clipped * weights).sum(),
-        }
-        if "reference" in fields:
-            kl = (kl_penalty(logprobs, fields["reference"]) * weights).sum()
-            loss = loss + self.kl_ctl * kl
-            means["kl"] = kl.detach()
-        difference = (logprobs.detach() - behaviour).abs() * fields["checkable"]
+        algorithm, weights, behaviour = self.algorithm, fields["weights"], fields["behaviour"]
+        anchor = fields["proximal"] if self.decoupled or self.recomputed else behaviour
+        log_ratio = stage("ratio", algorithm.ratio)(log_ratios(logprobs, anchor), _completions(fields))
+        policy = stage("objective", algorithm.objective)(logprobs, log_ratio, fields["advantages"], algorithm)
+        if isinstance(policy, Tensor):  # a user's own
+            policy = PolicyLoss.unclipped(policy)
+        losses = policy.loss * fields["correction"] if self.decoupled else policy.loss
         totals = {
             "trained_tokens": len(weights),
-            "sum_logprob_difference": difference.sum(),
-            "checked_tokens": fields["checkable"].sum(),
+            "sum_ratio": log_ratio.detach().exp().sum(),
+            "sum_clipped_low": policy.clipped_low.sum(),
+            "sum_clipped_high": policy.clipped_high.sum(),
+            "sum_dual_clipped": policy.dual_clipped.sum(),
         }
-        return loss, Figures(mean=means, total=totals, maximum={"max_logprob_difference": difference.max()})
+        from_sampler = log_ratios(logprobs, behaviour)
+        if "reference" in fields and algorithm.kl_in == "loss":
+            kl = stage("kl", algorithm.kl)(logprobs - fields["reference"], from_sampler)
+            losses = losses + algorithm.kl_ctl * kl
+            totals["sum_kl"] = kl.detach().sum()
+        if algorithm.entropy_coef:
+            losses = losses + algorithm.entropy_coef * negative_entropy(logprobs, from_sampler)
+        difference = (logprobs.detach() - behaviour).abs() * fields["checkable"]
+        totals |= {"sum_logprob_difference": difference.sum(), "checked_tokens": fields["checkable"].sum()}
+        highest = {"max_logprob_difference": difference.max(), "ratio_max": log_ratio.detach().exp().max()}
+        return (losses * weights).sum(), Figures(total=totals, maximum=highest)
+
+
+def _completions(fields: dict[str, Tensor]) -> Completions | None:
+    """Of the tokens of a pass, where the ratio needs them."""
+    if "completions" not in fields:
+        return None
+    _, index = torch.unique(fields["completions"], return_inverse=True)
+    return Completions(index, fields["completion_tokens"], fields.get("whole_log_ratio"))
 
 
 @dataclass(frozen=True)

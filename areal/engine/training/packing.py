@@ -11,7 +11,7 @@ Nodes are numbered sequence by sequence, so those below a node are the ones that
 of neighbours' common prefixes all else is computed, for a whole pass at a time.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -22,13 +22,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from areal.api.messages import Array
+from areal.engine.model.adapter import LowRank
 from areal.engine.model.architecture import Architecture, write_architecture
 from areal.engine.model.decoder import Decoder, parameter_count
 from areal.engine.model.device import CPU, to_device
-from areal.engine.model.published import NamedTensors
-from areal.engine.model.weights import load_weights, named_views, named_weights, save_weights
+from areal.engine.model.low_rank import DecoderAdapter, Switch
+from areal.engine.model.published import NamedTensors, WeightWriter
+from areal.engine.model.weights import linear_weights, load_weights, named_views, named_weights, save_weights
 from areal.engine.training.head import Picks, Temperatures, head_logprobs
 from areal.engine.training.segments import SegmentRow, VarlenKernel
+from areal.engine.training.token_sets import DrawnFrom
 
 BIN_TOKENS = 32
 """Small tries share a bin up to this size: fewer bins, at the cost of larger masks."""
@@ -52,7 +55,9 @@ class Span:
 
 
 class PackedDecoder:
-    """Implements `TrainableModel`."""
+    """Implements `TrainableModel`, and `Adaptable`."""
+
+    head_layer = "lm_head"
 
     def __init__(
         self,
@@ -68,25 +73,44 @@ class PackedDecoder:
         self.flat = torch.zeros(size, device=device)
         self.flat_grad = None if frozen else torch.zeros(size, device=device)
         self.decoder = Decoder(architecture, self.flat, self.flat_grad)
+        self._adapter: DecoderAdapter | None = None
         self.matrices = sum(p.numel() for p in self.decoder.parameters.values() if p.dim() > 1)
 
     def passes(self, spans: Sequence[Span], max_tokens: int) -> "Iterator[Pack]":
         return (part.on(self.flat.device) for part in pack(spans, max_tokens))
 
-    def scores(self, part: "Pack", temperatures: Temperatures) -> Tensor:
+    def scores(
+        self,
+        part: "Pack",
+        temperatures: Temperatures,
+        drawn: DrawnFrom | None = None,
+        entropies: Tensor | None = None,
+    ) -> Tensor:
         checkpointing = self._gradient_checkpointing and torch.is_grad_enabled()
+        linear = F.linear if self._adapter is None else self._adapter.linear
         hidden = self.decoder.hidden(
-            part.ids, part.positions, part.attend, only=part.sources, checkpointing=checkpointing
+            part.ids, part.positions, part.attend, linear, only=part.sources, checkpointing=checkpointing
         )
         if self.decoder.architecture.value_head:
             return self.decoder.values(hidden)[part.picks.rows]
-        return head_logprobs(hidden, self.decoder.head, part.picks, temperatures)
+        head = self.decoder.head if self._adapter is None else self._adapter.head()
+        return head_logprobs(hidden, head, part.picks, temperatures, drawn, entropies)
+
+    def adapt(self, layers: Mapping[str, LowRank], scale: float) -> Switch:
+        self._adapter = DecoderAdapter(self.decoder, layers, scale)
+        return self._adapter.switch
+
+    def linear_weights(self) -> NamedTensors:
+        return linear_weights(self.decoder)
 
     def named_weights(self) -> NamedTensors:
         return named_weights(self.decoder)
 
     def named_views(self, flat: Tensor) -> NamedTensors:
         return named_views(self.decoder.architecture, flat)
+
+    def writer(self, directory: Path, dtype: torch.dtype) -> WeightWriter:
+        return WeightWriter(directory, self.named_weights(), dtype=dtype)
 
     def load(self, directory: Path) -> None:
         load_weights(self.decoder, directory)

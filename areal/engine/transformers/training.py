@@ -1,6 +1,6 @@
 """Train a transformers model: padded batches of sequences of similar length, the head only at columns with a loss."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,10 +10,14 @@ import torch
 from torch import Tensor
 
 from areal.api.messages import Array
-from areal.engine.model.published import NamedTensors
+from areal.engine.model.adapter import LowRank
+from areal.engine.model.low_rank import Switch
+from areal.engine.model.published import NamedTensors, WeightWriter
 from areal.engine.training.head import Temperatures, token_logprobs
 from areal.engine.training.packing import Span
+from areal.engine.training.token_sets import DrawnFrom
 from areal.engine.transformers.images import Images
+from areal.engine.transformers.low_rank import adapt_module, head_layer
 from areal.engine.transformers.model import TransformersModel
 
 
@@ -46,7 +50,7 @@ class _Item:
 
 
 class TransformersTraining:
-    """Implements `TrainableModel`."""
+    """Implements `TrainableModel`, and `Adaptable`."""
 
     def __init__(self, model: TransformersModel) -> None:
         self.model = model
@@ -62,17 +66,36 @@ class TransformersTraining:
         if part:
             yield self._pass(part)
 
-    def scores(self, part: PaddedPass, temperatures: Temperatures) -> Tensor:
+    def scores(
+        self,
+        part: PaddedPass,
+        temperatures: Temperatures,
+        drawn: DrawnFrom | None = None,
+        entropies: Tensor | None = None,
+    ) -> Tensor:
         if self.model.value_head:
             return self.model.values(part.ids)[part.picks[0], part.columns[part.picks[1]]]
         logits = self.model.logits(part.ids, part.images, part.columns)
-        return token_logprobs(logits[part.picks], part.targets, temperatures)
+        return token_logprobs(logits[part.picks], part.targets, temperatures, drawn, entropies)
+
+    @property
+    def head_layer(self) -> str:
+        return head_layer(self.model.module)
+
+    def adapt(self, layers: Mapping[str, LowRank], scale: float) -> Switch:
+        return adapt_module(self.model.module, layers, scale)
+
+    def linear_weights(self) -> NamedTensors:
+        return self.model.linear_weights()
 
     def named_weights(self) -> NamedTensors:
         return self.model.named_weights()
 
     def named_views(self, flat: Tensor) -> NamedTensors:
         return self.model.named_views(flat)
+
+    def writer(self, directory: Path, dtype: torch.dtype) -> WeightWriter:
+        return WeightWriter(directory, self.named_weights(), dtype=dtype)
 
     def load(self, directory: Path) -> None:
         self.model.load(directory)

@@ -1,11 +1,11 @@
-"""Advantages in closed form, by group and never by position; weights that make a mean."""
+"""Advantages in closed form, by group and never by position."""
 
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from areal.algorithms.advantages import group_advantages, loss_weights
+from areal.algorithms.advantage import group_advantages, kl_costs, overlong_penalties
 
 RETURNS = torch.tensor([1.0, 0.0, 0.0, 1.0, 3.0])
 GROUPS = torch.tensor([7, 7, 7, 7, 2])
@@ -127,30 +127,67 @@ def test_double_precision_is_kept() -> None:
     assert group_advantages(RETURNS.double(), GROUPS).dtype == torch.float64
 
 
-COMPLETIONS = torch.tensor([5, 5, 5, 9, 1, 1])
+def test_leave_one_out_compares_with_the_mean_of_the_groups_other_samples() -> None:
+    advantages = group_advantages(RETURNS, GROUPS, "leave_one_out")
+    # 1 - (0 + 0 + 1) / 3, 0 - (1 + 0 + 1) / 3, …; the only sample of a group has nothing to be compared with
+    torch.testing.assert_close(advantages, torch.tensor([2 / 3, -2 / 3, -2 / 3, 2 / 3, 0.0]))
 
 
-def test_token_weights_are_equal_and_sum_to_one() -> None:
-    torch.testing.assert_close(loss_weights(COMPLETIONS, "token"), torch.full((6,), 1 / 6))
+def test_leave_one_out_leaves_out_the_whole_episode() -> None:
+    """Turns of one episode are not compared with each other: 5 and 1 are of one, 2 and 4 of two others."""
+    returns, episodes = torch.tensor([5.0, 1.0, 2.0, 4.0]), torch.tensor([0, 0, 1, 2])
+    groups = torch.zeros(4, dtype=torch.int64)
+    advantages = group_advantages(returns, groups, "leave_one_out", episodes_N=episodes)
+    torch.testing.assert_close(advantages, returns - torch.tensor([3.0, 3.0, (3 + 4) / 2, (3 + 2) / 2]))
 
 
-def test_completion_weights_give_each_completion_the_same_and_sum_to_one() -> None:
-    weights = loss_weights(COMPLETIONS, "completion")
-    torch.testing.assert_close(weights, torch.tensor([1 / 9] * 3 + [1 / 3] + [1 / 6] * 2))
-    assert float(weights.sum()) == pytest.approx(1)
+def test_leave_one_out_is_the_difference_to_the_mean_times_n_over_n_minus_one() -> None:
+    returns, groups = torch.randn(24, generator=torch.Generator().manual_seed(2)), torch.arange(24) % 4
+    expected = group_advantages(returns, groups) * 6 / 5
+    torch.testing.assert_close(group_advantages(returns, groups, "leave_one_out"), expected)
 
 
-@pytest.mark.parametrize("norm", ["token", "completion"])
-def test_how_completions_lie_in_rows_does_not_change_the_gradient(norm: str) -> None:
-    """A row is where tokens happen to be stored: any order and any interleaving of completions is the same batch."""
-    generator = torch.Generator().manual_seed(1)
-    losses = torch.randn(6, generator=generator)
-    order = torch.randperm(6, generator=generator)
+def test_leave_one_out_of_equal_rewards_is_exactly_zero() -> None:
+    advantages = group_advantages(torch.full((7,), 0.1), torch.zeros(7, dtype=torch.int64), "leave_one_out")
+    assert torch.equal(advantages, torch.zeros(7))
 
-    def gradient(order: torch.Tensor) -> torch.Tensor:
-        scale = torch.ones(6, requires_grad=True)
-        ((losses * scale)[order] * loss_weights(COMPLETIONS[order], norm)).sum().backward()
-        assert scale.grad is not None
-        return scale.grad
 
-    torch.testing.assert_close(gradient(order), gradient(torch.arange(6)))
+def test_the_baseline_of_the_batch_is_the_mean_of_all() -> None:
+    torch.testing.assert_close(group_advantages(RETURNS, GROUPS, "batch"), RETURNS - 1.0)
+    scaled = group_advantages(RETURNS, GROUPS, "batch", "batch")
+    torch.testing.assert_close(scaled, (RETURNS - 1.0) / RETURNS.std(correction=1), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(("length", "penalty"), [(1, 0.0), (80, 0.0), (85, 0.25), (90, 0.5), (100, 1.0), (120, 1.0)])
+def test_the_last_share_of_the_length_costs_linearly_more(length: int, penalty: float) -> None:
+    assert overlong_penalties(torch.tensor([length]), 100, 0.2).item() == pytest.approx(penalty)
+
+
+def test_without_a_share_no_length_costs() -> None:
+    assert overlong_penalties(torch.tensor([1, 100]), 100, 0.0).tolist() == [0.0, 0.0]
+
+
+KL = torch.tensor([0.1, 0.2, 0.4, 0.8, 1.6])
+
+
+def test_a_completion_pays_for_all_its_tokens() -> None:
+    costs = kl_costs(KL, torch.tensor([3, 9, 3, 9, 3]), torch.arange(5), per_token=False)
+    torch.testing.assert_close(costs.float(), torch.tensor([2.1, 1.0, 2.1, 1.0, 2.1]))
+
+
+def test_a_token_pays_for_itself_and_what_follows_in_its_completion() -> None:
+    """Tokens may lie in any order; positions say which is first."""
+    completions, positions = torch.tensor([3, 9, 3, 9, 3]), torch.tensor([7, 2, 5, 1, 6])
+    costs = kl_costs(KL, completions, positions, per_token=True)
+    torch.testing.assert_close(costs.float(), torch.tensor([0.1, 0.2, 0.4 + 1.6 + 0.1, 0.8 + 0.2, 1.6 + 0.1]))
+
+
+def test_a_return_that_is_the_mean_has_no_advantage_at_all() -> None:
+    """Not even a rounding error, which would have a sign."""
+    lengths = torch.tensor([7, 3, 9])
+    advantages = group_advantages(
+        torch.tensor([0.0, 1.0, 2.0]).repeat_interleave(lengths),
+        torch.zeros(19, dtype=torch.int64),
+        completions_N=torch.arange(3).repeat_interleave(lengths),
+    )
+    assert torch.equal(advantages[7:10], torch.zeros(3))
