@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from areal.api.errors import EngineError
 from areal.config.rollout import ProxyLimits
 from areal.proxy.delivery import Delivery, WholeAnswer, error_response, whole_error
-from areal.proxy.dialects import DIALECTS, chat
+from areal.proxy.dialects import DIALECTS, anthropic, dialect_of_request, responses
 from areal.proxy.dialects.base import Dialect, ParameterRules
 from areal.proxy.errors import ApiError, as_api_error, engine_failed
 from areal.proxy.generation import Generation
@@ -29,6 +29,7 @@ from areal.proxy.requests import Head, KnownBodies, parse_object, read_body, rea
 from areal.proxy.retries import Attempt
 from areal.proxy.sessions import Session, Sessions
 from areal.proxy.types import Call
+from areal.utils.shorten import shown
 
 Endpoint = Callable[[Request], Awaitable[ASGIApp]]
 
@@ -50,12 +51,24 @@ class App:
         session_routes: SessionRoutes,
         limits: ProxyLimits,
         drop_params: bool = False,
+        *,
+        trained: bool = True,
+        strict_model: bool = False,
     ) -> None:
+        """`trained` = answers may be; `strict_model` = a call must name the model that is served, if it names one."""
         self._sessions = sessions
         self._generation = generation
         self._session_routes = session_routes
         self._limits = limits
-        self._rules = ParameterRules(limits.max_choices, drop_params, generation.images)
+        self._rules = ParameterRules(
+            limits.max_choices,
+            drop_params,
+            generation.images,
+            trained=trained,
+            thinks=generation.thinks,
+            thinking_switch=generation.thinking_switch,
+        )
+        self._strict_model = strict_model
         self._routes = self._starlette()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -94,7 +107,14 @@ class App:
         return delivery if delivery.streams else await delivery.whole()
 
     def _starlette(self) -> Starlette:
-        endpoints = [("GET", "/models", _guarded(self._models)), ("GET", "/health", _guarded(self._health))]
+        endpoints = [
+            ("GET", "/models", _guarded(self._models)),
+            ("GET", "/models/{model:path}", _guarded(self._model)),
+            ("GET", "/health", _guarded(self._health)),
+            ("POST", "/messages/count_tokens", _guarded(self._count_tokens)),
+            ("GET", "/responses/{response}", _guarded(self._stored)),
+            ("DELETE", "/responses/{response}", _guarded(self._delete_stored)),
+        ]
         routes = [
             Route(prefix + path, endpoint, methods=[method])
             for method, path, endpoint in endpoints
@@ -115,7 +135,9 @@ class App:
         if len(raw) <= LONG_BODY:
             call = self._parse(dialect, raw, session.bodies)
         else:
-            call = await self._generation.in_background(self._parse, dialect, raw, session.bodies)
+            call = await self._generation.prompts.in_background(self._parse, dialect, raw, session.bodies)
+        if self._strict_model:
+            self._require_model(call.model)
         return Delivery(self._generation, dialect, session, call, Attempt.of(call.id_prefix, raw, head))
 
     def _parse(self, dialect: Dialect, raw: bytes, bodies: KnownBodies) -> Call:
@@ -130,8 +152,44 @@ class App:
 
     async def _models(self, request: Request) -> Response:
         self._identify(request)
-        model = {"id": self._generation.model_name, "object": "model", "created": 0, "owned_by": "areal"}
-        return _json({"object": "list", "data": [model]})
+        if _dialect_of(request) is anthropic:
+            name, model = self._generation.model_name, self._described(request)
+            return _json({"data": [model], "has_more": False, "first_id": name, "last_id": name})
+        return _json({"object": "list", "data": [self._described(request)]})
+
+    async def _model(self, request: Request) -> Response:
+        self._identify(request)
+        self._require_model(request.path_params["model"])
+        return _json(self._described(request))
+
+    def _described(self, request: Request) -> dict[str, Any]:
+        name = self._generation.model_name
+        if _dialect_of(request) is anthropic:
+            return {"type": "model", "id": name, "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
+        return {"id": name, "object": "model", "created": 0, "owned_by": "areal"}
+
+    def _require_model(self, name: str) -> None:
+        """Raises ApiError 404."""
+        served = self._generation.model_name
+        if name not in ("", served):
+            message = f"the model {shown(name)} is not served here; use {shown(served)}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    async def _count_tokens(self, request: Request) -> Response:
+        session = self._identify(request)
+        raw = await read_body(request.receive, self._limits)
+        call = anthropic.parse_counted(parse_object(raw), self._rules)
+        call.size = len(raw)
+        return _json({"input_tokens": await self._generation.count_tokens(session, call)})
+
+    async def _stored(self, request: Request) -> Response:
+        call, reply = self._identify(request).stored.get(request.path_params["response"])
+        return _json(responses.render(call, reply))
+
+    async def _delete_stored(self, request: Request) -> Response:
+        name = request.path_params["response"]
+        self._identify(request).stored.delete(name)
+        return _json({"id": name, "object": "response", "deleted": True})
 
     async def _health(self, request: Request) -> Response:
         try:
@@ -163,16 +221,21 @@ def _guarded(endpoint: Endpoint) -> Endpoint:
         except ClientDisconnect:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         except Exception as error:
-            return error_response(chat, as_api_error(error))
+            return error_response(_dialect_of(request), as_api_error(error))
 
     return answer
+
+
+def _dialect_of(request: Request) -> Dialect:
+    return dialect_of_request(request.url.path, request.scope["headers"])
 
 
 async def _no_route(request: Request, error: Exception | None = None) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
     message = f"{request.method} is not allowed here" if status == 405 else "there is no such route"
     routes = ", ".join(path.removeprefix("/") for path in DIALECTS)
-    return error_response(chat, ApiError(status, f"{message}; use POST {routes}, or GET models, health"))
+    failure = ApiError(status, f"{message}; use POST {routes}, or GET models, health")
+    return error_response(_dialect_of(request), failure)
 
 
 def _json(value: dict[str, Any]) -> Response:

@@ -18,7 +18,7 @@ from areal.proxy.errors import ApiError, as_api_error, session_ended
 from areal.proxy.generation import Generation
 from areal.proxy.retries import Attempt, SharedAnswer
 from areal.proxy.sessions import Session
-from areal.proxy.types import Call, Event, EventWriter, Reply, ToolCallEvent
+from areal.proxy.types import Call, Choice, Event, EventWriter, Reply, Tokens, ToolCallEvent
 from areal.trajectory.parsers.base import Reasoning, Text
 
 JSON_TYPE = (b"content-type", b"application/json")
@@ -145,7 +145,9 @@ class Delivery:
                     await self._send_head(send, STREAM_HEADERS)
                 # The last event also ends the body: clients stop reading after it.
                 last = isinstance(event, Reply) and bool(event.choices)
-                await send(_body(_written(writer, event), more=not last))
+                body = _written(writer, event)
+                if body or last:
+                    await send(_body(body, more=not last))
                 if last:
                     return
 
@@ -171,6 +173,10 @@ def _written(writer: EventWriter, event: Event) -> bytes:
         return writer.reasoning(event.text)
     if isinstance(event, ToolCallEvent):
         return writer.tool_call(event)
+    if isinstance(event, Tokens):
+        return writer.tokens(event.tokens)
+    if isinstance(event, Choice):
+        return writer.choice(event.number)
     return writer.end(event) if event.choices else writer.begin(event)
 
 

@@ -20,7 +20,7 @@ from areal.proxy.app import App
 from areal.proxy.generation import Generation
 from areal.proxy.online import OnlineSessions, SessionRoutes
 from areal.proxy.server import proxy_server
-from areal.proxy.sessions import Session, Sessions
+from areal.proxy.sessions import REMEDY, Session, Sessions
 from areal.proxy.transport import shared_client
 from areal.trajectory.rendering import Renderer
 from areal.trajectory.tree import Tree
@@ -45,24 +45,29 @@ class Proxy:
         admin_key: str | None = None,
         self_reward: bool = False,
         public_url: str = "",
+        trained: bool = True,
+        strict_model: bool = False,
+        key_remedy: str = REMEDY,
     ) -> None:
         """`limits` to `reasoning_parser` are those of `ProxyConfig`; `processor` is the model's, None = it takes no
         images; `admin_key` None = one made for this proxy; `public_url` = where agents outside reach it, empty = the
-        address they connected to.
+        address they connected to; `trained` and `strict_model` as in `App`; `key_remedy` tells who has no key.
         """
         limits = limits or ProxyLimits()
         self._limits = limits
         self._renderer = Renderer(tokenizer, tool_parser, reasoning_parser, processor)
         self._generation = Generation(engine, self._renderer, max_positions, model_name, limits.call_timeout_seconds)
         self._gconfig = self._generation.defaults(gconfig)
-        self._sessions = Sessions(limits)
+        self._sessions = Sessions(limits, key_remedy)
         self.admin_key = admin_key or f"sk-areal-admin-{secrets.token_hex(24)}"
         """Manages sessions over HTTP, and calls no model."""
         self.online = OnlineSessions(self.open_session, self.end_session, limits)
         """Sessions that are managed over HTTP."""
         self._public_url = public_url
         routes = SessionRoutes(self.online, self._sessions, limits, self.admin_key, self_reward, public_url)
-        self._app = App(self._sessions, self._generation, routes, limits, drop_params)
+        self._app = App(
+            self._sessions, self._generation, routes, limits, drop_params, trained=trained, strict_model=strict_model
+        )
         self._server: AppServer | None = None
         self._clients: dict[str, Any] = {}
 

@@ -14,14 +14,14 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from enum import IntEnum
-from hashlib import blake2b
+from hashlib import sha256
 from itertools import islice
 from typing import Self
 
 from areal.proxy.errors import ApiError
 from areal.proxy.requests import Head
-from areal.proxy.types import Event, Reply, ToolCallEvent
-from areal.trajectory.message import arguments_text
+from areal.proxy.types import Choice, Event, Reply, Tokens, ToolCallEvent
+from areal.trajectory.message import Message, arguments_text
 from areal.trajectory.parsers.base import Reasoning, Text
 from areal.utils.shorten import shown
 
@@ -42,8 +42,9 @@ class Attempt:
     def of(cls, route: str, body: bytes, head: Head) -> Self:
         count = head.retry_count
         retry = int(count) if count.isascii() and count.isdigit() and len(count) < 10 else 0
-        digest = blake2b(body, digest_size=16, person=route.encode()[:16]).digest()
-        return cls(digest, retry, head.idempotency_key or None)
+        digest = sha256(route.encode() + b"\0")  # processors have instructions for it
+        digest.update(body)
+        return cls(digest.digest(), retry, head.idempotency_key or None)
 
 
 class SharedAnswer:
@@ -165,16 +166,26 @@ class SharedAnswer:
 
 def _replay(reply: Reply) -> list[Event]:
     """The events of a recorded answer."""
-    message = reply.choices[0].message
     events: list[Event] = [Reply(reply.id, reply.created, reply.model, reply.prompt_tokens)]
+    for number, completion in enumerate(reply.choices):
+        if number:
+            events.append(Choice(number))
+        if reply.tokens:
+            events.append(Tokens(reply.tokens[number]))
+        events += _parts(completion.message, reply.beginning)
+    return [*events, reply]
+
+
+def _parts(message: Message, beginning: str) -> list[Event]:
+    parts: list[Event] = []
     if reasoning := message.get("reasoning_content"):
-        events.append(Reasoning(reasoning))
-    if message["content"]:
-        events.append(Text(message["content"]))
+        parts.append(Reasoning(reasoning))
+    if content := message["content"].removeprefix(beginning):
+        parts.append(Text(content))
     for number, call in enumerate(message.get("tool_calls", ())):
         function = call["function"]
-        events.append(ToolCallEvent(number, call["id"], function["name"], arguments_text(function["arguments"])))
-    return [*events, reply]
+        parts.append(ToolCallEvent(number, call["id"], function["name"], arguments_text(function["arguments"])))
+    return parts
 
 
 class _State(IntEnum):

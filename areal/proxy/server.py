@@ -1,17 +1,21 @@
 """Where the proxy listens over TCP, and which requests it serves there.
 
+Every answer has an id, in the headers that SDKs look at, by which its client can speak of it.
+
 On loopback only requests for this machine are served: a web page can give a name of its own this machine's address (DNS
 rebinding), but the `Host` that its browser sends is still that name. Ports are not compared, so tunnels work.
 """
 
+import itertools
+import secrets
 from urllib.parse import urlsplit
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from areal.config.errors import ConfigError
 from areal.infra.app_server import AppServer, listen
 from areal.proxy.delivery import error_response
-from areal.proxy.dialects import chat
+from areal.proxy.dialects import dialect_of_request
 from areal.proxy.errors import ApiError
 from areal.utils.net import is_loopback
 from areal.utils.shorten import shown
@@ -28,7 +32,25 @@ def proxy_server(
     listening = listen(host, port, "the proxy")
     if is_loopback(listening.getsockname()[0]):
         app = _ForThisMachine(app, urlsplit(public_url).hostname)
-    return AppServer(app, listening, head_seconds=head_seconds, name="the proxy")
+    return AppServer(_WithRequestIds(app), listening, head_seconds=head_seconds, name="the proxy")
+
+
+class _WithRequestIds:
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._process = secrets.token_hex(6)
+        self._numbers = itertools.count()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        name = f"req_{self._process}{next(self._numbers):08x}".encode()
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                ids = [(b"x-request-id", name), (b"request-id", name)]
+                message = {**message, "headers": [*message.get("headers", ()), *ids]}
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
 
 
 class _ForThisMachine:
@@ -49,7 +71,8 @@ class _ForThisMachine:
             "proxy printed, or set proxy.public_url to the one that clients use"
         )
         refusal = ApiError(MISDIRECTED_REQUEST, message, kind="permission_error", code="foreign_host")
-        await error_response(chat, refusal)(scope, receive, send)
+        dialect = dialect_of_request(scope["path"], scope["headers"])
+        await error_response(dialect, refusal)(scope, receive, send)
 
     def _is_own(self, name: str) -> bool:
         return is_loopback(name) or name == self._public_name

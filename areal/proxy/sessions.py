@@ -15,6 +15,7 @@ from areal.config.rollout import GenerationHyperparameters, ProxyLimits
 from areal.proxy.errors import rate_limited, session_ended, unauthorized
 from areal.proxy.requests import KnownBodies
 from areal.proxy.retries import Retries
+from areal.proxy.stored import StoredAnswers
 from areal.trajectory.tree import Tree
 from areal.utils.bounded_cache import BoundedCache
 from areal.utils.seeds import CallSeeds
@@ -76,6 +77,7 @@ class Session:
     """Its calls that are being answered: when each is over, and what ends it at once."""
     turns_kept: int | None = None
     """Beyond this many answers a permanent session drops its conversations and starts afresh; None = it never does."""
+    stored: StoredAnswers = field(default_factory=StoredAnswers)
     instructed: set[str] = field(default_factory=set)
     """Ids of answers whose conversation begins with instructions that were given for them alone."""
     ended: bool = False
@@ -101,8 +103,10 @@ class Session:
 class Sessions:
     """The open sessions of a proxy."""
 
-    def __init__(self, limits: ProxyLimits) -> None:
+    def __init__(self, limits: ProxyLimits, remedy: str = REMEDY) -> None:
+        """`remedy` says to whoever has no key where it comes from."""
         self._limits = limits
+        self._remedy = remedy
         self._by_credential: dict[str, Session] = {}
         self._ended: BoundedCache[str, None] = BoundedCache(2 * limits.remembered_ended_sessions)
 
@@ -154,12 +158,12 @@ class Sessions:
     def identify(self, token: str | None, keys: list[str]) -> Session:
         """Of a request with this token in its path and these keys in its headers. Raises ApiError 401 or 410."""
         if token is not None:
-            session = self._named(token, "the base_url names no session; " + REMEDY)
+            session = self._named(token, "the base_url names no session; " + self._remedy)
         else:
-            session = self._named(next(filter(self.was_issued, keys), ""), _refusal(keys))
+            session = self._named(next(filter(self.was_issued, keys), ""), _refusal(keys, self._remedy))
         for key in keys:
             if self.was_issued(key) and self._by_credential.get(key) is not session:
-                raise unauthorized("the request's credentials belong to different sessions; " + REMEDY)
+                raise unauthorized("the request's credentials belong to different sessions; " + self._remedy)
         return session
 
     def was_issued(self, key: str) -> bool:
@@ -173,9 +177,9 @@ class Sessions:
         raise session_ended() if credential in self._ended else unauthorized(otherwise)
 
 
-def _refusal(keys: list[str]) -> str:
+def _refusal(keys: list[str], remedy: str) -> str:
     if not keys:
-        return "no key was sent (Authorization: Bearer KEY, or x-api-key: KEY); " + REMEDY
+        return "no key was sent (Authorization: Bearer KEY, or x-api-key: KEY); " + remedy
     if NO_SESSION_KEY in keys:
-        return "this client was made without its session's key; " + REMEDY
-    return "the key is not valid; " + REMEDY
+        return "this client was made without its session's key; " + remedy
+    return "the key is not valid; " + remedy

@@ -40,10 +40,10 @@ class AnswerStream:
     def feed(self, tokens: Sequence[int]) -> Iterator[Text | Reasoning | ToolCallEvent]:
         return self._events(self._reader.feed(self._stop.feed(self._text.feed(tokens))))
 
-    def finish(self, text: str) -> Iterator[Text | Reasoning | ToolCallEvent]:
-        """The rest; `text` is the whole answer's, without its end token."""
+    def finish(self, text: str, *, cut: bool = False) -> Iterator[Text | Reasoning | ToolCallEvent]:
+        """The rest; `text` is the whole answer's, without its end token; `cut` as in `AnswerFormat.read`."""
         rest = self._stop.feed(self._text.rest(text)) + self._stop.finish()
-        return self._events([*self._reader.feed(rest), *self._reader.finish()])
+        return self._events([*self._reader.feed(rest), *self._reader.finish(cut=cut)])
 
     def _events(self, events: Sequence[Event]) -> Iterator[Text | Reasoning | ToolCallEvent]:
         for event in events:

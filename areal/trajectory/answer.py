@@ -29,19 +29,26 @@ def read_answer(
     stop_texts: Sequence[str] = (),
     tools: Tools | None = None,
     thinking: bool = False,
+    cut: bool = False,
 ) -> Answer:
-    """`tools` and `thinking` are the prompt's: without tools nothing is a call."""
-    ids = response.output_tokens
-    ended = response.stop_reason == "stop" and bool(ids) and ids[-1] in stop_ids
-    text = renderer.decode(ids[:-1] if ended else ids)
-    parsed = renderer.format.read(before_stop(text, stop_texts), tools, thinking=thinking)
+    """`tools` and `thinking` are the prompt's: without tools nothing is a call. `cut` = what may be the beginning of a
+    call at the end is not shown."""
+    text, end_id = answer_text(renderer, response, stop_ids)
+    parsed = renderer.format.read(before_stop(text, stop_texts), tools, thinking=thinking, cut=cut)
     content = text if parsed.content == text else parsed.content  # one string where both are equal, not two
     message: Message = {"role": "assistant", "content": content}
     if parsed.reasoning:
         message["reasoning_content"] = parsed.reasoning
     if parsed.calls:
         message["tool_calls"] = [tool_call(call, completion_id, number) for number, call in enumerate(parsed.calls)]
-    return Answer(message, text, ids[-1] if ended else None)
+    return Answer(message, text, end_id)
+
+
+def answer_text(renderer: Renderer, response: ModelResponse, stop_ids: Collection[int]) -> tuple[str, int | None]:
+    """Everything sampled but the end token, and that token if the model sampled one."""
+    ids = response.output_tokens
+    ended = response.stop_reason == "stop" and bool(ids) and ids[-1] in stop_ids
+    return (renderer.decode(ids[:-1]), ids[-1]) if ended else (renderer.decode(ids), None)
 
 
 def before_stop(text: str, stop_texts: Sequence[str]) -> str:

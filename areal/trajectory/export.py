@@ -108,6 +108,8 @@ def _row(path: list[Completion], trained: set[int], totals: list[float]) -> Row:
             row.returns[sampled] = totals[node.index]
             row.completion_index[sampled] = node.index
             row.temperatures[sampled] = node.temperature
+            if node.choices is not None:
+                row.choices.append(node.choices.at(middle, len(node.output_ids)))
             if node.truncated and node is not path[-1]:
                 row.truncated_completions.append(node.index)
         begin = end

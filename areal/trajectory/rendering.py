@@ -52,6 +52,8 @@ MAX_KEPT = 512
 """This many short texts: a token takes 36 bytes, and a character at most four tokens."""
 SAMPLE = 1 << 16
 """Characters that are encoded at a time to find out whether a text fits."""
+THINKING_SWITCH = "enable_thinking"
+"""What templates that leave it open call the choice whether the model thinks before it answers."""
 FIRST_CHECKS = 8
 """The first this many shortened conversations are also rendered whole, for comparison."""
 
@@ -97,6 +99,8 @@ class Renderer:
         """Long conversations are rendered without their middle; False once the template was seen to depend on it."""
         self.image_processor = None if processor is None else ImageProcessor(processor)
         """None = the model takes no images."""
+        self.thinking_switch = THINKING_SWITCH in str(template)
+        """The template lets a call choose whether the model thinks first."""
         self._checks = 0
         self._varies = any(word in str(template) for word in ("strftime_now", "random"))
         """The template may write the same conversation in another way the next time."""
@@ -116,21 +120,28 @@ class Renderer:
             content = [{"type": "text", "text": "hi"}, {"type": "image"}]
             self.image_processor.find_placeholder(self.render([{"role": "user", "content": content}], None))
 
-    def render(self, messages: list[Message], tools: Tools | None) -> str:
-        """The conversation as text, up to where the assistant begins to speak, for `encode` or `plain`."""
-        return self._render(self._special_tokens.broken(messages), self._special_tokens.broken(tools))
+    def render(self, messages: list[Message], tools: Tools | None, thinks: bool | None = None) -> str:
+        """The conversation as text, up to where the assistant begins to speak, for `encode` or `plain`.
 
-    def _render(self, messages: list[Message], tools: Tools | None) -> str:
+        `thinks` = whether it is to think first, if the template leaves that open; None = as the template does.
+        """
+        return self._render(self._special_tokens.broken(messages), self._special_tokens.broken(tools), thinks)
+
+    def begin_answer(self, rendered: str, beginning: str) -> str:
+        """Rendered text in which the assistant has begun to speak."""
+        return rendered + "".join(self._special_tokens.broken([beginning]))
+
+    def _render(self, messages: list[Message], tools: Tools | None, thinks: bool | None) -> str:
         """The samples of a group ask the same, and a turn begins with the one before: such text is rendered once."""
-        key = self._key_of(messages, tools)
+        key = self._key_of(messages, tools, thinks)
         text = None if key is None else self._rendered.get(key)
         if text is None:
-            text = self._rendered_anew(messages, tools)
+            text = self._rendered_anew(messages, tools, thinks)
             if key is not None:
                 _keep(self._rendered, key, text)
         return text
 
-    def _key_of(self, messages: list[Message], tools: Tools | None) -> bytes | None:
+    def _key_of(self, messages: list[Message], tools: Tools | None, thinks: bool | None) -> bytes | None:
         """What the template gets; None = it may be rendered differently another time, or is long, or cannot be told."""
         if self._varies:
             return None
@@ -138,11 +149,14 @@ class Renderer:
             key = orjson.dumps(messages, option=_AS_IS)
             if tools is not None:
                 key += orjson.dumps(tools, option=_AS_IS)
+            if thinks is not None:
+                key += b"1" if thinks else b"0"
         except TypeError:  # images, numbers beyond 64 bits, half of a surrogate pair, objects of a workflow
             return None
         return key if len(key) <= SHORT_TEXT and b"null" not in key else None  # NaN is written so too
 
-    def _rendered_anew(self, messages: list[Message], tools: Tools | None) -> str:
+    def _rendered_anew(self, messages: list[Message], tools: Tools | None, thinks: bool | None) -> str:
+        options = self._template_options if thinks is None else {**self._template_options, THINKING_SWITCH: thinks}
         try:
             return str(
                 self.tokenizer.apply_chat_template(
@@ -150,7 +164,7 @@ class Renderer:
                     tools=tools,
                     add_generation_prompt=True,
                     tokenize=False,
-                    **self._template_options,
+                    **options,
                 )
             )
         except Exception as error:  # a template is a program of the model's authors: it may raise anything
@@ -195,6 +209,12 @@ class Renderer:
             return self.image_processor.fill(self._encode_rendered(text), images)
         return self.image_processor.encode(text, images)
 
+    def encode_raw(self, text: str, positions: int) -> list[int]:
+        """The ids of a prompt that no template wrote; it may spell special tokens. Raises ContextLengthError."""
+        if len(text) > LONG_TEXT:
+            self._require_room_for_text(text, positions)
+        return list(self.tokenizer.encode(text))
+
     def _require_room_for_text(self, text: str, positions: int) -> None:
         size = len(self.plain(text).encode(errors="replace"))
         if size <= 4 * positions:
@@ -238,20 +258,25 @@ class Renderer:
         return str(self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def added_text(
-        self, parent: Parent, before: list[Message], newer: list[Message], tools: Tools | None
+        self,
+        parent: Parent,
+        before: list[Message],
+        newer: list[Message],
+        tools: Tools | None,
+        thinks: bool | None = None,
     ) -> str | None:
         """What follows the parent's answer, given the messages before and after it. None = a branch must begin."""
         part = _without_middle(before, newer) if self.skips_middle and tools is parent.tools else before
         if part is before:
-            return self._text_after(parent, before, newer, tools)
+            return self._text_after(parent, before, newer, tools, thinks)
         try:
-            text = self._text_after(parent, part, newer, tools)
+            text = self._text_after(parent, part, newer, tools, thinks)
         except RequestError:
             text = None  # the template may accept the whole conversation
         check_due = self._checks < FIRST_CHECKS or parent.depth & (parent.depth - 1) == 0
         if text is not None and not check_due:
             return text
-        whole = self._text_after(parent, before, newer, tools)
+        whole = self._text_after(parent, before, newer, tools, thinks)
         if text is not None:
             self._checks += 1
             if text != whole and self.skips_middle:
@@ -275,13 +300,13 @@ class Renderer:
         return self.encode(text, images, positions)
 
     def _text_after(
-        self, parent: Parent, before: list[Message], newer: list[Message], tools: Tools | None
+        self, parent: Parent, before: list[Message], newer: list[Message], tools: Tools | None, thinks: bool | None
     ) -> str | None:
         messages = self._special_tokens.broken([*before, parent.message, *newer])
         offered = self._special_tokens.broken(tools)
         earlier = offered if tools is parent.tools else self._special_tokens.broken(parent.tools)
-        prompt = self._render(messages[: len(before)], earlier)
-        text = self._render(messages, offered)
+        prompt = self._render(messages[: len(before)], earlier, thinks)
+        text = self._render(messages, offered, thinks)
         if not text.startswith(prompt):
             return None
         rest = text[len(prompt) :]
@@ -289,7 +314,9 @@ class Renderer:
         if after is not None:
             return after
         found = self._from_end_token(parent, rest)
-        return self._after_sentinel(parent, before, newer, tools, prompt, rest) if found is None else found
+        if found is not None:
+            return found
+        return self._after_sentinel(parent, before, newer, tools, thinks, prompt, rest)
 
     def _from_end_token(self, parent: Parent, rest: str) -> str | None:
         """What follows an answer that the template spells unlike the model did, found by the end token it sampled."""
@@ -304,6 +331,7 @@ class Renderer:
         before: list[Message],
         newer: list[Message],
         tools: Tools | None,
+        thinks: bool | None,
         prompt: str,
         rest: str,
     ) -> str | None:
@@ -311,7 +339,7 @@ class Renderer:
         marked = {key: value for key, value in parent.message.items() if key != "tool_calls"}
         marked["content"] = self.sentinel
         try:
-            text = self.render([*before, marked, *newer], tools)
+            text = self.render([*before, marked, *newer], tools, thinks)
         except RequestError:
             return None  # a template may refuse tool results after an answer without calls; a branch is always right
         earlier, _, after = text.partition(self.sentinel)

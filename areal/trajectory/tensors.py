@@ -97,6 +97,41 @@ def tensors_of_response(response: ModelResponse, reward: float, temperature: flo
     return {name: torch.from_numpy(array) for name, array in fields.items()}
 
 
+def row_of_response(response: ModelResponse, reward: float, temperature: float) -> Row:
+    """The row that `rows_of` makes of `tensors_of_response`, without tensors on the way."""
+    prompt, length = response.input_len, response.input_len + response.output_len
+    ids, versions, completion_index = np.full((3, length), -1, np.int32)
+    logprobs, returns, temperatures = np.zeros((3, length), np.float32)
+    loss_mask = np.zeros(length, np.bool_)
+    ids[:prompt], ids[prompt:] = response.input_tokens, response.output_tokens
+    loss_mask[prompt:] = True
+    logprobs[prompt:] = response.output_logprobs
+    versions[prompt:] = response.output_versions
+    returns[prompt:] = reward
+    completion_index[prompt:] = 0
+    temperatures[:prompt], temperatures[prompt:] = 1.0, temperature
+    return Row(
+        input_ids=ids,
+        loss_mask=loss_mask,
+        logprobs=logprobs,
+        versions=versions,
+        returns=returns,
+        completion_index=completion_index,
+        temperatures=temperatures,
+        reward=float(np.float32(reward)),
+        truncated=response.stop_reason != "stop",
+    )
+
+
+def check_row(row: Row, name: str, limits: RowLimits = UNLIMITED) -> None:
+    """Raises AgentFailed if the row of an engine's answer is not one that the model can be trained on."""
+    faults = _limit_faults({"input_ids": row.input_ids}, limits)
+    if not np.isfinite(row.logprobs).all():
+        faults.append("logprobs must be finite in float32")
+    if faults:
+        raise AgentFailed(f"{name} returned a wrong trajectory: " + "; ".join(faults))
+
+
 def rows_of(tensors: Any, name: str, temperature: float | None = 1.0, limits: RowLimits = UNLIMITED) -> list[Row]:
     """The rows of what the workflow called `name` returned. Raises AgentFailed, which lists everything that is wrong.
 

@@ -19,11 +19,11 @@ from hashlib import blake2b
 import numpy as np
 
 from areal.api.errors import RequestError
-from areal.api.io_struct import ModelResponse, StopReason, TokenIds, add_digests
+from areal.api.io_struct import Choices, ModelResponse, StopReason, TokenIds, add_digests
 from areal.api.messages import Array
 from areal.trajectory.answer import Answer
 from areal.trajectory.matching import Conversation, ConversationCache, normalised
-from areal.trajectory.message import Digest, Image, Message, call_ids, extend_digest, images_in, same_words
+from areal.trajectory.message import EMPTY, Digest, Image, Message, call_ids, extend_digest, images_in, same_words
 from areal.trajectory.parsers.base import Tools
 from areal.trajectory.rendering import Renderer
 
@@ -61,7 +61,7 @@ class Completion:
     output_ids: Array
     """int32"""
     logprobs: Array
-    """float32: of the temperature-scaled policy."""
+    """float32: of the distribution that each was drawn from."""
     versions: Array
     """int32"""
     temperature: float
@@ -73,6 +73,8 @@ class Completion:
     answered_at: float = field(default_factory=time.monotonic)
     digests: dict[int, str] = field(default_factory=dict)
     """Weight version -> digest of those weights."""
+    choices: Choices | None = None
+    """From which tokens they were drawn; None = each from the whole vocabulary."""
     reward: float | None = None
     """What the agent gave; None = nothing."""
     lost: bool = False
@@ -167,16 +169,20 @@ class Tree:
         return self.settle(draft, self.encode(draft))
 
     def draft(
-        self, messages: list[Message], tools: Tools | None = None, conversations: ConversationCache | None = None
+        self,
+        messages: list[Message],
+        tools: Tools | None = None,
+        conversations: ConversationCache | None = None,
+        thinks: bool | None = None,
     ) -> Draft:
         """The first step of `prompt`. It may run in a thread, while answers are added, if it gets a cache of its own;
-        `remember` that afterwards."""
+        `remember` that afterwards. `thinks` as in `Renderer.render`."""
         tools = self._shared(tools)
         cache = self._conversations if conversations is None else conversations
         sent = cache.read(messages, lambda message: normalised(message, self.renderer.format, tools))
         found = self._find_parent(sent)
         if found is None:
-            text = self.renderer.render(messages, tools)
+            text = self.renderer.render(messages, tools, thinks)
             return self._draft(None, text, images_in(messages), messages, sent.digest, tools)
         parent, answer_at = found
         if messages[answer_at] == parent.message:
@@ -185,13 +191,18 @@ class Tree:
         # What was recorded is rendered, not how the client spells it today: spelling must not change the past.
         before = self.conversation(parent)[:-1]
         try:
-            added = self.renderer.added_text(parent, before, newer, tools)
+            added = self.renderer.added_text(parent, before, newer, tools, thinks)
             if added is not None:
                 return self._draft(parent, added, images_in(newer), newer, sent.digest, tools, extends=True)
-            text = self.renderer.render([*before, parent.message, *newer], tools)
+            text = self.renderer.render([*before, parent.message, *newer], tools, thinks)
         except RequestError:  # calls that the client sends as text may not fit a template that gets them as calls
-            text = self.renderer.render(messages, tools)
+            text = self.renderer.render(messages, tools, thinks)
         return self._draft(parent, text, images_in([*before, *newer]), newer, sent.digest, tools)
+
+    def raw_draft(self, text: str) -> Draft:
+        """A prompt that is no conversation: no call of another kind continues it."""
+        messages: list[Message] = [{"role": "prompt", "content": text}]
+        return self._draft(None, text, [], messages, extend_digest(EMPTY, messages[0], {}), None)
 
     def unread(self, messages: list[Message]) -> list[Message]:
         """Those that no earlier call has sent in the same place: what `draft` has to read."""
@@ -216,7 +227,8 @@ class Tree:
         ids, hashed, images = TokenIds(), None, draft.images
         if parent is not None and draft.extends:
             latest = self._path_to(parent)
-            ids, hashed = TokenIds(latest.prompt_ids), latest.hash
+            hashed = latest.hash
+            ids += latest.prompt_ids  # not TokenIds(…), which leaves no room for the rest
             ids += latest.output_ids
             if self.renderer.image_processor is not None:
                 images = [image for node in self.token_path(parent) for image in node.images] + images
@@ -268,6 +280,7 @@ class Tree:
             end_id=answer.end_id,
             asked_at=prompt.asked_at,
             digests=response.digests,
+            choices=response.choices,
         )
         self._latest = self._extended(prompt, completion, response.output_tokens)
         self.completions.append(completion)

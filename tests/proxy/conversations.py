@@ -50,4 +50,4 @@ async def post(
 ) -> httpx.Response:
     """The plain question without an SDK, changed by what is in `body`."""
     url = f"{session.base_url}/{route}"
-    return await proxy.http_client.post(url, json=BODIES[route] | body, headers=headers or {})
+    return await proxy.http_client.post(url, json=BODIES.get(route, {}) | body, headers=headers or {})

@@ -6,7 +6,7 @@ import openai
 import pytest
 from conversations import ADD, ANSWERS, ARGUMENTS, CALL, QUESTION, ask, post
 
-from areal.api.errors import ContextLengthError, EngineError
+from areal.api.errors import ContextLengthError, EngineError, RequestError
 from areal.proxy import ProxyLimits
 from areal.trajectory import export
 
@@ -210,10 +210,45 @@ async def test_stream_that_takes_too_long_is_given_up(start_proxy, engine):
     assert engine.in_flight == 0
 
 
-async def test_several_choices_are_not_streamed(client):
-    with pytest.raises(openai.BadRequestError) as error:
-        await ask(client, stream=True, n=2)
-    assert error.value.param == "n"
+async def test_several_choices_are_streamed_side_by_side_and_recorded(client, engine, session, tokenizer):
+    scripts = iter(["one", "two hello", CALL])
+    engine.script = lambda ids: [*tokenizer.encode(next(scripts)), tokenizer.eos_token_id]
+    texts, calls, reasons = ["", "", ""], [], {}
+    async for chunk in await ask(client, stream=True, n=3, tools=[ADD], logprobs=True):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+            calls += [(choice.index, call.function.name) for call in choice.delta.tool_calls or () if call.id]
+            if choice.finish_reason:
+                reasons[choice.index] = choice.finish_reason
+    assert texts == ["one", "two hello", ""]
+    assert calls == [(2, "add")]
+    assert reasons == {0: "stop", 1: "stop", 2: "tool_calls"}
+    assert [node.choice for node in session.tree.completions] == [0, 1, 2]
+    assert [node.text for node in session.tree.completions] == ["one", "two hello", CALL]
+
+
+async def test_a_choice_that_fails_ends_the_stream_and_leaves_no_trace(client, engine, session):
+    engine.interrupt_at = 2
+    engine.failure = lambda request: RequestError("no") if len(engine.requests) > 1 else None
+    with pytest.raises(openai.APIError):
+        async for _ in await ask(client, stream=True, n=2):
+            pass
+    assert session.tree.completions == []
+    await engine.until_in_flight(0)
+
+
+async def test_log_probs_come_with_their_tokens(client, engine, session, tokenizer):
+    engine.answer = "one, two hello"
+    told = []
+    async for chunk in await ask(client, stream=True, logprobs=True, top_logprobs=2):
+        (choice,) = chunk.choices
+        entries = choice.logprobs.content if choice.logprobs else []
+        assert "".join(entry.token for entry in entries) == (choice.delta.content or "")
+        told += entries
+    assert "".join(entry.token for entry in told) == "one, two hello"
+    assert [entry.logprob for entry in told] == session.tree.last.logprobs.tolist()[:-1]
+    assert all(entry.top_logprobs[0].token == entry.token for entry in told)
+    assert all(len(entry.top_logprobs) == 2 for entry in told)
 
 
 async def test_streams_count_as_calls(start_proxy, engine):

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from typing import Any, Literal
 
 import jsonschema
+import numpy as np
 import openai
 import pytest
 import torch
@@ -16,9 +17,15 @@ from areal.config.rollout import GenerationHyperparameters
 from areal.engine.builtin.tokenizer import make_tokenizer
 from areal.engine.inference.decoder_runner import DecoderRunner
 from areal.engine.inference.engine import EmbeddedEngine
+from areal.engine.inference.grammar import GrammarCompiler
 from areal.engine.model.architecture import Architecture
 from areal.engine.model.decoder import Decoder, initialise
+from areal.engine.training.choices import ChoiceReader
+from areal.engine.training.engine import ScoringEngine, TokenBatch
+from areal.engine.training.packing import PackedDecoder, Span
+from areal.engine.training.token_sets import FIELD
 from areal.proxy import Proxy, Session
+from areal.trajectory import export
 
 pytestmark = pytest.mark.slow
 
@@ -191,3 +198,43 @@ async def test_a_strict_schema_that_cannot_be_held_is_refused_by_name(
     with pytest.raises(openai.BadRequestError, match=f"{name} cannot be honoured: Unimplemented keys") as refusal:
         await client.chat.completions.create(model="any", messages=QUESTION, **parameters)
     assert refusal.value.param == name
+
+
+@pytest.mark.parametrize("style", ["individual", "concat"])
+async def test_rows_have_the_trainers_log_probs_whatever_a_call_demanded(
+    client: AsyncOpenAI, session: Session, untrained: tuple[Decoder, Any], style: Literal["individual", "concat"]
+) -> None:
+    messages, answers = list(QUESTION), 0
+    for demand in (
+        {"response_format": {"type": "json_object"}, "max_tokens": 60},
+        {"tools": TOOLS, "tool_choice": "required", "temperature": 0.7},
+        {"top_p": 0.8, "max_tokens": 20},
+        {"top_p": 0.9, "temperature": 1.3, "tools": TOOLS, "tool_choice": "required"},
+        {"temperature": 0, "max_tokens": 5},
+        {"max_tokens": 20},
+    ):
+        completion = await client.chat.completions.create(model="any", messages=messages, seed=6, **demand)  # type: ignore[call-overload]
+        messages += [completion.choices[0].message.model_dump(exclude_none=True)]
+        for call in completion.choices[0].message.tool_calls or ():
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": "ok"})
+        messages.append({"role": "user", "content": "And then?"})
+        answers += 1
+    assert len(session.tree.completions) == answers
+    decoder, tokenizer = untrained
+    rows = export(session.tree, style, 1.0)
+    reader = ChoiceReader(lambda: GrammarCompiler(tokenizer, 320, trusted=True))
+    found = reader.read(rows)
+    assert found is not None
+    batch = TokenBatch(
+        [Span(row.input_ids, np.flatnonzero(row.loss_mask), number) for number, row in enumerate(rows)],
+        torch.from_numpy(np.concatenate([row.temperatures[row.loss_mask] for row in rows])),
+        {FIELD: found[1]},
+        sets=found[0],
+    )
+    scorer = PackedDecoder(decoder.architecture)
+    scorer.flat.copy_(decoder.flat)
+    computed = ScoringEngine(scorer).logprobs(batch)
+    reported = torch.from_numpy(np.concatenate([row.logprobs[row.loss_mask] for row in rows]))
+    single = found[0].single[found[1]]
+    torch.testing.assert_close(computed[~single], reported[~single], atol=1e-4, rtol=0)
+    assert single.sum() > 10  # the greedy answer, and what a schema dictates

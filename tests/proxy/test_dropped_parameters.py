@@ -4,19 +4,21 @@ import logging
 
 import pytest
 
+from areal.proxy.dialects.base import ParameterRules
+
 BODIES = {
     "chat/completions": {"messages": [{"role": "user", "content": "hi"}], "logit_bias": {"5": 1}, "unheard_of": 1},
-    "responses": {"input": "hi", "truncation": "auto", "tools": [{"type": "web_search"}]},
+    "responses": {"input": "hi", "background": True, "tools": [{"type": "web_search"}]},
     "messages": {
         "messages": [{"role": "user", "content": "hi"}],
         "max_tokens": 9,
-        "thinking": {"type": "adaptive"},
+        "thinking": {"type": "enabled", "budget_tokens": 5},
         "output_config": {"effort": "low"},
     },
 }
 DROPPED = {
     "chat/completions": {"logit_bias", "unheard_of"},
-    "responses": {"truncation", "tools"},
+    "responses": {"background", "tools"},
     "messages": {"thinking", "output_config"},
 }
 
@@ -39,3 +41,8 @@ async def test_wrong_values_are_refused_all_the_same(start_proxy):
     body = {"messages": [{"role": "user", "content": "hi"}], "temperature": "hot"}
     response = await proxy.http_client.post(f"{proxy.open_session().base_url}/chat/completions", json=body)
     assert response.status_code == 400
+
+
+def test_name_that_cannot_be_printed_is_logged_with_a_mark(caplog: pytest.LogCaptureFixture) -> None:
+    ParameterRules(drop_params=True).refuse_or_drop("m\ud800od\x1bel", 1, "is not supported")
+    assert caplog.messages == ["m�od�el is not supported; it is dropped because of proxy.drop_params"]

@@ -185,7 +185,7 @@ async def test_answer_not_asked_for_is_clipped_to_the_context(client, engine):
         ("presence_penalty", 1),
         ("logit_bias", {"5": 1}),
         ("reasoning_effort", "high"),
-        ("functions", [{"name": "f"}]),
+        ("functions", [5]),
         ("unheard_of", 1),
         ("temperature", -1),
         ("temperature", "hot"),

@@ -151,11 +151,10 @@ async def test_bookkeeping_of_the_hosted_service_is_harmless(client, engine):
     [
         ("background", True),
         ("conversation", "conv_1"),
-        ("truncation", "auto"),
-        ("top_logprobs", 2),
+        ("truncation", "some"),
+        ("top_logprobs", 21),
         ("max_tool_calls", 1),
         ("prompt", {"id": "p"}),
-        ("include", ["message.output_text.logprobs"]),
         ("stop", ","),
         ("seed", 1),
         ("temperature", 3),

@@ -12,13 +12,14 @@ from chat_tokenizers import STYLES, chat_tokenizer
 from scripted_talk import Talk
 
 from areal.api.messages import Episode, GroupResult, Row
+from areal.config.presets import PRESETS, resolve
 from areal.config.training import ActorConfig, CriticConfig, OptimizerConfig
 from areal.engine.model.architecture import Architecture
 from areal.engine.model.decoder import initialise
 from areal.engine.training.engine import TrainingEngine
 from areal.trainer.critic import ValueUpdate
 from areal.trainer.update import PolicyUpdate
-from areal.trajectory import Renderer, Tree, assign_reward, export
+from areal.trajectory import Renderer, Tree, assign_reward, export, nodes_of
 
 pytestmark = pytest.mark.slow
 
@@ -50,18 +51,20 @@ def gradient_of(
 ) -> torch.Tensor:
     """Of the policy, and of the critic if there is one."""
     engines = [random_engine(SMALL, max_tokens)]
-    actor, values = ActorConfig(eps_clip=0.9, **settings), None
+    actor, values = ActorConfig(**settings), None
     if critic:
         engines.append(random_engine(replace(SMALL, value_head=True), max_tokens))
-        values = ValueUpdate(engines[1], CriticConfig(), actor)
-    PolicyUpdate(engines[0], actor, None, seed=1, critic=values).step(groups)
+        values = ValueUpdate(engines[1], CriticConfig(), actor, turn_discount=0.9)
+    penalty = resolve(actor, reference=True).algorithm.kl_ctl
+    reference = random_engine(SMALL, max_tokens, seed=4) if penalty else None
+    PolicyUpdate(engines[0], actor, reference, seed=1, critic=values, max_new_tokens=40).step(groups)
     return torch.cat([engine.flat_grad for engine in engines])
 
 
-def random_engine(architecture: Architecture, max_tokens: int) -> TrainingEngine:
+def random_engine(architecture: Architecture, max_tokens: int, seed: int = 3) -> TrainingEngine:
     optimizer = OptimizerConfig(gradient_clipping=0)
     engine = TrainingEngine(architecture, optimizer, total_steps=2, max_tokens_per_mb=max_tokens)
-    initialise(engine.decoder, torch.Generator().manual_seed(3))
+    initialise(engine.decoder, torch.Generator().manual_seed(seed))
     with torch.no_grad():
         engine.decoder.flat *= torch.where(engine.decoder.flat.abs() < 0.5, 10.0, 1.0)
     return engine
@@ -96,6 +99,15 @@ def split_row(row: Row, random: Random) -> list[Row]:
     return parts
 
 
+def split_tokens(row: Row, random: Random) -> list[Row]:
+    """A row as several, each training some of its tokens, wherever these are in a completion."""
+    homes = np.array([random.randrange(3) for _ in row.loss_mask])
+    parts = [row.loss_mask & (homes == home) for home in range(3)]
+    made = [_only(row, kept, int(np.flatnonzero(kept).max()) + 1) for kept in parts if kept.any()]
+    random.shuffle(made)
+    return made
+
+
 def _only(row: Row, kept: Any, end: int) -> Row:
     def cut(values: Any, prompt: float) -> Any:
         return np.where(kept, values, prompt).astype(values.dtype)[:end]
@@ -114,7 +126,7 @@ def _only(row: Row, kept: Any, end: int) -> Row:
 
 def groups_of(trees: list[list[Tree]], cut: Any) -> list[GroupResult]:
     return [
-        GroupResult(number, [Episode(cut(tree), tree.reward) for tree in group], [], {})
+        GroupResult(number, [Episode(cut(tree), tree.reward, nodes=nodes_of(tree)) for tree in group], [], {})
         for number, group in enumerate(trees)
     ]
 
@@ -130,13 +142,14 @@ def concat(tree: Tree) -> list[Row]:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"loss_norm": "token", "adv_norm": "none"},
-        {"loss_norm": "completion", "adv_norm": "group"},
-        {"loss_norm": "token", "adv_norm": "batch", "group_baseline": "none"},
+        {"eps_clip": 0.9, "loss_norm": "token", "adv_norm": "none"},
+        {"eps_clip": 0.9, "loss_norm": "completion", "adv_norm": "group"},
+        {"eps_clip": 0.9, "loss_norm": "token", "adv_norm": "batch", "group_baseline": "none"},
         {"loss_norm": "completion", "adv_norm": "batch", "use_decoupled_loss": True, "behave_imp_weight_cap": None},
-        {"loss_norm": "token", "adv_norm": "none", "recompute_logprob": True},
+        {"eps_clip": 0.9, "loss_norm": "token", "adv_norm": "none", "recompute_logprob": True},
         {"critic": True, "group_baseline": "none", "gae_lambda": 0.8, "discount": 0.9, "adv_norm": "batch"},
         {"critic": True, "group_baseline": "none", "gae_lambda": 0.0, "loss_norm": "completion"},
+        {"critic": True, "group_baseline": "none", "gae_lambda": 0.8, "gae_over": "episode", "discount": 0.9},
     ],
     ids=lambda settings: "-".join(map(str, settings.values())),
 )
@@ -155,6 +168,41 @@ def test_every_way_of_cutting_a_tree_gives_one_gradient(style, settings):
     for way, gradient in ways.items():
         difference = float((gradient - expected).abs().max())
         assert difference <= 1e-6 * max(1.0, float(expected.abs().max())), way
+
+
+PRESET_CASES: dict[str, dict[str, Any]] = {
+    **{name: {"algorithm": name} for name in PRESETS if name != "ppo"},
+    "ppo": {"algorithm": "ppo", "critic": True},
+    "gspo+decoupled": {"algorithm": "gspo+decoupled"},
+    "gspo wide": {"algorithm": "gspo", "eps_clip": 0.9, "eps_clip_higher": 0.9},
+    "sapo of sequences": {"algorithm": "sapo", "ratio": "sequence"},
+    "sequence weights": {"algorithm": "dapo+decoupled", "correction": "sequence", "correction_bound": "truncate"},
+    "episodes": {"loss_norm": "episode", "group_baseline": "leave_one_out", "entropy_coef": 0.01},
+}
+
+
+@pytest.mark.parametrize("case", PRESET_CASES)
+def test_every_way_of_cutting_gives_one_gradient_with_every_preset(case):
+    """Cut between completions and within them, in passes of any size."""
+    settings = PRESET_CASES[case]
+    trees = [[random_tree("qwen3", 10 * group + sample) for sample in range(3)] for group in range(2)]
+    expected = gradient_of(groups_of(trees, individual), **settings)
+    assert float(expected.norm()) > 1e-5
+    random = Random(case)
+
+    def between(tree: Tree) -> list[Row]:
+        return [part for row in concat(tree) for part in split_row(row, random)]
+
+    def within(tree: Tree) -> list[Row]:
+        return [part for row in concat(tree) for part in split_tokens(row, random)]
+
+    # A critic's estimates go from token to token, in the order of rows.
+    ways = {"concat": concat, "between": between} | ({} if settings.get("critic") else {"within": within})
+    for way, cut in ways.items():
+        for max_tokens in (64, 300):
+            found = gradient_of(groups_of(trees, cut), max_tokens=max_tokens, **settings)
+            difference = float((found - expected).abs().max())
+            assert difference <= 1e-6 * max(1.0, float(expected.abs().max())), (way, max_tokens)
 
 
 @pytest.mark.parametrize("style", STYLES)

@@ -59,9 +59,9 @@ def test_turn_costs_what_it_adds():
     seen: list[int] = []
 
     class Counting(Renderer):
-        def render(self, messages: list[dict[str, Any]], tools: Any) -> str:
+        def render(self, messages: list[dict[str, Any]], tools: Any, thinks: bool | None = None) -> str:
             seen.append(len(messages))
-            return super().render(messages, tools)
+            return super().render(messages, tools, thinks)
 
     chat = Talk(Tree(Counting(chat_tokenizer("chatml"))))
     messages: list[dict[str, Any]] = [{"role": "user", "content": "begin"}]
@@ -95,7 +95,7 @@ def test_template_that_counts_messages_is_found_out(caplog):
 
 
 def test_template_that_draws_at_random_is_rendered_every_time() -> None:
-    tokenizer = chat_tokenizer("chatml")
+    tokenizer = chat_tokenizer.__wrapped__("chatml")  # one of its own: the others are shared by all tests
     tokenizer.chat_template = "{{ range(8) | random }}" + tokenizer.chat_template
     renderer = Renderer(tokenizer)
     assert len({renderer.render([{"role": "user", "content": "hi"}], None) for _ in range(64)}) > 1

@@ -12,6 +12,8 @@ from areal.api.messages import Episode, GroupResult
 from areal.trajectory.tensors import (
     UNLIMITED,
     RowLimits,
+    check_row,
+    row_of_response,
     rows_of,
     tensors_of_group,
     tensors_of_response,
@@ -47,6 +49,32 @@ def refusal(tensors: Any, temperature: float | None = 1.0, limits: RowLimits = U
     with pytest.raises(AgentFailed) as caught:
         rows_of(tensors, "Asking", temperature, limits)
     return str(caught.value)
+
+
+@pytest.mark.parametrize("reason", ["stop", "length"])
+def test_a_row_made_without_tensors_is_the_row_that_they_become(reason: Any) -> None:
+    response = ModelResponse([5, 6, 7], [1, 9], [-0.1, -2.25], [3, 4], reason)
+    (read,) = rows_of(tensors_of_response(response, 0.1, 0.7), "Asking", 0.7)
+    made = row_of_response(response, 0.1, 0.7)
+    for name, value in vars(read).items():
+        same = vars(made)[name]
+        assert type(same) is type(value)
+        if isinstance(value, np.ndarray):
+            assert (same.dtype, same.tolist()) == (value.dtype, value.tolist()), name
+        else:
+            assert same == value, name
+
+
+def test_a_row_made_without_tensors_is_held_to_the_same_limits() -> None:
+    row = row_of_response(RESPONSE, 0.5, 1.0)
+    check_row(row, "Asking", RowLimits(10, 8))
+    for limits in (RowLimits(9, None), RowLimits(None, 7)):
+        with pytest.raises(AgentFailed) as caught:
+            check_row(row, "Asking", limits)
+        assert str(caught.value) == refusal(tensors_of_response(RESPONSE, 0.5, 1.0), limits=limits)
+    row.logprobs[4] = np.nan
+    with pytest.raises(AgentFailed, match="logprobs must be finite in float32"):
+        check_row(row, "Asking")
 
 
 def test_what_is_built_is_read_as_it_was() -> None:

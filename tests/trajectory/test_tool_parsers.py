@@ -393,3 +393,21 @@ def test_parsers_can_be_named():
 def test_unknown_parser_is_refused_with_the_choices(names):
     with pytest.raises(ValueError, match=r"must be one of .*(hermes|think).*, got 'gpt'"):
         choose("x", **names)
+
+
+@pytest.mark.parametrize("name", TOOL_PARSERS)
+def test_what_is_cut_off_in_a_call_is_nothing_wherever_it_is_cut(name):
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    calls = [ToolCall("add", {"a": "1"}), ToolCall("add", {"b": "<x>"})]
+    format = AnswerFormat(TOOL_PARSERS[name])
+    text = TOOL_PARSERS[name].render(calls)
+    for end in range(1, len(text)):
+        whole = format.read(text[:end], tools, cut=True)
+        assert whole.content.strip() == "", text[:end]
+        assert [call.arguments for call in whole.calls] == [call.arguments for call in calls[: len(whole.calls)]]
+        reader = format.reader(tools)
+        streamed = [event for character in text[:end] for event in reader.feed(character)]
+        assert ParsedAnswer.of([*streamed, *reader.finish(cut=True)]) == whole
+    said = f"I will add. {text[: len(text) - 1]}"
+    if not TOOL_PARSERS[name].bare:
+        assert format.read(said, tools, cut=True).content.strip() == "I will add."

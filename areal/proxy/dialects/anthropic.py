@@ -17,8 +17,9 @@ from areal.proxy.dialects.base import (
     function_tool,
     sse_event,
 )
+from areal.proxy.dialects.sampling import thinking
 from areal.proxy.errors import ApiError, bad_request
-from areal.proxy.types import Call, EventWriter, Reply, ToolCallEvent
+from areal.proxy.types import Call, EventWriter, Reply, SampledToken, ToolCallEvent
 from areal.trajectory.message import Image, Message, content_of
 from areal.trajectory.tree import Completion
 from areal.utils.images import read_base64
@@ -26,10 +27,10 @@ from areal.utils.shorten import shown
 
 CONVERSATION = frozenset(("model", "messages", "system", "tools", "tool_choice", "output_config"))
 SAMPLING = frozenset(("max_tokens", "temperature", "top_p", "top_k", "stop_sequences"))
-HONOURED = CONVERSATION | SAMPLING | {"stream"}
+HONOURED = CONVERSATION | SAMPLING | {"stream", "thinking"}
 HARMLESS = frozenset(("cache_control", "diagnostics", "inference_geo", "speed", "user_profile_id", "workspace_id"))
 """Where and how fast the hosted service computes; no answer depends on it."""
-MEANINGLESS: dict[str, tuple[Any, ...]] = {"thinking": ({"type": "disabled"},), "mcp_servers": ([],)}
+MEANINGLESS: dict[str, tuple[Any, ...]] = {"mcp_servers": ([],)}
 """Parameters that are not honoured, and the values by which they ask for nothing."""
 
 TOOL_CHOICES = {"auto": "auto", "any": "required", "tool": "named", "none": "none"}
@@ -53,12 +54,20 @@ GROWING = ""
 
 def parse(body: dict[str, Any], rules: ParameterRules, past: Sequence[Message] = ()) -> Call:
     """Raises ApiError 400 naming the parameter."""
+    if body.get("max_tokens") is None:
+        raise bad_request("max_tokens must be given: how many tokens the answer may have, got none", "max_tokens")
+    return parse_counted(body, rules)
+
+
+def parse_counted(body: dict[str, Any], rules: ParameterRules) -> Call:
+    """The same for a request whose tokens are counted and which gets no answer."""
     rules.refuse_unsupported(body, HONOURED | HARMLESS, MEANINGLESS)
     limit = fields.integer(body, "max_tokens", 1, MAX_TOKENS)
-    if limit is None:
-        raise bad_request("max_tokens must be given: how many tokens the answer may have, got none", "max_tokens")
+    messages, beginning = _messages(body, rules.images)
     call = Call(
-        messages=[*_system(body), *_messages(body, rules.images)],
+        messages=[*_system(body), *messages],
+        prefill=beginning,
+        thinks=_thinks(body, rules),
         id_prefix="msg_",
         model=fields.optional_text(body, "model") or "",
         tools=_tools(body, rules) or None,
@@ -72,6 +81,12 @@ def parse(body: dict[str, Any], rules: ParameterRules, past: Sequence[Message] =
         stream=fields.boolean(body, "stream", False),
     )
     _tool_choice(call, fields.mapping(body, "tool_choice", "tool_choice"))
+    if beginning and call.response_format is not None:  # the rest alone would follow it, the turn would not
+        raise bad_request(
+            "messages must not end with the assistant where output_config has a format, which is that of a whole "
+            "answer; end with the user's message",
+            "messages",
+        )
     return call
 
 
@@ -80,20 +95,34 @@ def _system(body: dict[str, Any]) -> list[Message]:
     return [] if system is None else [{"role": "system", "content": BLOCKS.text(system, "system")}]
 
 
-def _messages(body: dict[str, Any], images: Images) -> list[Message]:
+def _thinks(body: dict[str, Any], rules: ParameterRules) -> bool | None:
+    """`budget_tokens` is no limit here: `max_tokens` is."""
+    wanted = fields.mapping(body, "thinking", "thinking")
+    kind = wanted.get("type", "adaptive")
+    if kind not in ("enabled", "disabled", "adaptive"):
+        raise bad_request(f"thinking.type must be enabled, disabled or adaptive, got {shown(kind)}", "thinking")
+    fields.integer(wanted, "budget_tokens", 1, MAX_TOKENS)
+    return None if kind == "adaptive" else thinking(kind == "enabled", wanted, "thinking", rules)
+
+
+def _messages(body: dict[str, Any], images: Images) -> tuple[list[Message], str]:
+    """And how the answer begins: what the assistant says last."""
     turns = fields.objects(body, "messages", "messages")
     if not turns:
         raise bad_request("messages must hold at least one message, got none", "messages")
     messages: list[Message] = []
     for place, turn in enumerate(turns):
         messages += _turn(turn, f"messages[{place}]", images)
-    if messages[-1]["role"] == "assistant":
+    last = messages[-1]
+    if last["role"] != "assistant":
+        return messages, ""
+    if set(last) != {"role", "content"} or not last["content"] or len(messages) == 1:
         raise bad_request(
-            "messages must not end with the assistant: an answer cannot be begun for the model; "
+            "messages may end with the assistant only to begin its answer with a text, after a message of the user; "
             "end with the user's message",
             "messages",
         )
-    return messages
+    return messages[:-1], last["content"]
 
 
 def _turn(turn: dict[str, Any], where: str, images: Images) -> list[Message]:
@@ -219,21 +248,22 @@ def render(call: Call, reply: Reply) -> dict[str, Any]:
         "type": "message",
         "role": "assistant",
         "model": reply.model,
-        "content": [] if completion is None else _content(completion),
-        **_ending(call, completion),
+        "content": [] if completion is None else _content(completion, reply.beginning),
+        **_ending(call, completion, reply.beginning),
         "usage": _usage(reply),
     }
 
 
-def _content(completion: Completion) -> list[Block]:
+def _content(completion: Completion, beginning: str) -> list[Block]:
     message = completion.message
+    text = message["content"].removeprefix(beginning)
     calls = [
         _tool_block(call["id"], call["function"]["name"], call["function"]["arguments"])
         for call in message.get("tool_calls", ())
     ]
     blocks = [_thinking_block(message["reasoning_content"])] if message.get("reasoning_content") else []
-    if message["content"] or not calls:
-        blocks.append(_text_block(message["content"]))
+    if text or not calls:
+        blocks.append(_text_block(text))
     return [*blocks, *calls]
 
 
@@ -249,10 +279,10 @@ def _tool_block(call_id: str, name: str, arguments: dict[str, Any]) -> Block:
     return {"type": "tool_use", "id": call_id, "name": name, "input": arguments}
 
 
-def _ending(call: Call, completion: Completion | None) -> dict[str, Any]:
+def _ending(call: Call, completion: Completion | None, beginning: str) -> dict[str, Any]:
     if completion is None:
         return {"stop_reason": None, "stop_sequence": None}
-    stop_text = _stop_text(call, completion)
+    stop_text = _stop_text(call, completion.text.removeprefix(beginning))
     if completion.truncated:
         reason = "max_tokens"
     elif completion.message.get("tool_calls"):
@@ -262,9 +292,9 @@ def _ending(call: Call, completion: Completion | None) -> dict[str, Any]:
     return {"stop_reason": reason, "stop_sequence": stop_text}
 
 
-def _stop_text(call: Call, completion: Completion) -> str | None:
+def _stop_text(call: Call, text: str) -> str | None:
     """The stop text that ended the answer: the first one in it."""
-    found = [(at, stop) for stop in call.stop or () if (at := completion.text.find(stop)) >= 0]
+    found = [(at, stop) for stop in call.stop or () if (at := text.find(stop)) >= 0]
     return min(found)[1] if found else None
 
 
@@ -303,9 +333,15 @@ class MessageWriter:
         opening = self._close() + self._block("tool_use", _tool_block(call.id, call.name, {}))
         return opening + self._delta(type="input_json_delta", partial_json=call.arguments)
 
+    def tokens(self, tokens: list[SampledToken]) -> bytes:
+        return b""
+
+    def choice(self, number: int) -> bytes:
+        return b""
+
     def end(self, reply: Reply) -> bytes:
         opening = b"" if self._blocks else self._block("text", _text_block(""))
-        ending = _ending(self._call, reply.choices[0])
+        ending = _ending(self._call, reply.choices[0], reply.beginning)
         return (
             opening
             + self._close()

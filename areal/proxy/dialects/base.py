@@ -16,7 +16,7 @@ from areal.proxy.types import Call, EventWriter, Reply
 from areal.trajectory.message import Content, Image, ImageCache, Message, content_of
 from areal.utils.images import ImageError
 from areal.utils.logging import getLogger
-from areal.utils.shorten import shortened, shown
+from areal.utils.shorten import printable, shortened, shown
 
 HARMLESS = frozenset(
     ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
@@ -67,12 +67,18 @@ class ParameterRules:
     drop_params: bool = False
     """Go on without what cannot be honoured, with a line in the log the first time, instead of refusing."""
     images: Images = None
+    trained: bool = True
+    """Answers may be trained, so nothing may change the distribution that they are drawn from."""
+    thinks: bool = False
+    """The model marks its thinking."""
+    thinking_switch: bool = False
+    """A call may choose whether it thinks."""
     dropped: set[str] = field(default_factory=set)
     """What the log has named already."""
 
     def refuse_or_drop(self, name: str, value: Any, rule: str) -> None:
         """Raises ApiError 400 naming the parameter, or returns if the parameter is to be dropped."""
-        name = shortened(name, 50)  # it may be the client's own word
+        name = printable(shortened(name, 50))  # it may be the client's own word
         if not self.drop_params:
             raise bad_request(f"{name} {rule}, got {shown(value, 100)}; leave it out", name)
         if name not in self.dropped and len(self.dropped) < MAX_DROPPED_NAMES:
@@ -169,18 +175,6 @@ def choose_tool(call: Call, kind: str, name: str | None = None) -> None:
                 "tool_choice",
             )
         call.tool_choice, call.forced_tool = "required", name
-
-
-def openai_tool_choice(call: Call, body: dict[str, Any], rules: ParameterRules, nested: str | None = None) -> None:
-    """`tool_choice` as both of OpenAI's dialects have it; `nested` is the key under which one holds the tool's name."""
-    choice = body.get("tool_choice")
-    if choice in (None, "auto", "none", "required"):
-        choose_tool(call, choice or "auto")
-    elif isinstance(choice, dict) and choice.get("type") == "function":
-        named = choice if nested is None else fields.mapping(choice, nested, f"tool_choice.{nested}")
-        choose_tool(call, "named", named.get("name"))
-    else:
-        rules.refuse_or_drop("tool_choice", choice, "must be auto, none, required or a function")
 
 
 def openai_format(wanted: dict[str, Any], where: str, nested: str | None = None) -> dict[str, Any] | None:

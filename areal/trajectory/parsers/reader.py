@@ -51,9 +51,10 @@ class AnswerFormat:
         reasoning = None if self.reasoning is None else _ReasoningReader(self.reasoning, thinking)
         return AnswerReader(reasoning, None if tools is None else _CallReader(self.calls, tools))
 
-    def read(self, text: str, tools: Tools | None, *, thinking: bool = False) -> ParsedAnswer:
+    def read(self, text: str, tools: Tools | None, *, thinking: bool = False, cut: bool = False) -> ParsedAnswer:
+        """`cut` = the text was to go on: the beginning of a call at its end is nothing."""
         reader = self.reader(tools, thinking=thinking)
-        return ParsedAnswer.of([*reader.feed(text), *reader.finish()])
+        return ParsedAnswer.of([*reader.feed(text), *reader.finish(cut=cut)])
 
 
 class AnswerReader:
@@ -67,10 +68,10 @@ class AnswerReader:
         thought, content = self._reasoning.feed(text) if self._reasoning else ("", text)
         return self._events(thought, content)
 
-    def finish(self) -> list[Event]:
-        """What was held back; nothing may be fed afterwards."""
+    def finish(self, *, cut: bool = False) -> list[Event]:
+        """What was held back; nothing may be fed afterwards. `cut` as in `AnswerFormat.read`."""
         thought, content = self._reasoning.finish() if self._reasoning else ("", "")
-        return [*self._events(thought, content), *(self._calls.finish() if self._calls else [])]
+        return [*self._events(thought, content), *(self._calls.finish(cut=cut) if self._calls else [])]
 
     def _events(self, thought: str, content: str) -> list[Event]:
         events: list[Event] = [Reasoning(thought)] if thought else []
@@ -154,13 +155,13 @@ class _CallReader:
         self._held += text
         return self._advance(ended=False)
 
-    def finish(self) -> list[Event]:
-        return [*self._advance(ended=True), *self._writer.finish()]
+    def finish(self, *, cut: bool = False) -> list[Event]:
+        return [*self._advance(ended=True, cut=cut), *self._writer.finish()]
 
-    def _advance(self, ended: bool) -> list[Event]:
+    def _advance(self, ended: bool, cut: bool = False) -> list[Event]:
         events: list[Event] = []
-        while self._held and (self._in_block or self._find_block(events, ended)):
-            block = self._read_block(ended)
+        while self._held and (self._in_block or self._find_block(events, ended and not cut)):
+            block = self._read_block(ended, cut)
             if block is None:
                 return events
             end = self._skip + block.end
@@ -189,20 +190,22 @@ class _CallReader:
         self._release(events, min(places) if places else len(self._held) - (0 if ended else self._partial_mark()))
         return self._in_block
 
-    def _read_block(self, ended: bool) -> Block | None:
-        """The block that the held text begins with; one without calls is text; None = not known yet."""
+    def _read_block(self, ended: bool, cut: bool) -> Block | None:
+        """The block that the held text begins with; one without calls is text; None = not known yet, or never."""
         text, syntax, searched = self._held[self._skip :], self._syntax, self._searched
         refused = Block([], next((len(mark) for mark in syntax.marks if text.startswith(mark)), len(syntax.bare)))
         if searched < PEEK and not syntax.may_begin(text):
             return refused
         self._searched = len(text)
-        if not ended and not any(closer in text[max(0, searched - len(closer)) :] for closer in syntax.closers):
+        begin = 0 if cut else searched
+        closed = any(closer in text[max(0, begin - len(closer)) :] for closer in syntax.closers)
+        if not closed and (cut or not ended):
             return None
         try:
             block = syntax.read(text, self._tools, ended)
         except ValueError:
             return refused
-        return refused if block is None and ended else block
+        return refused if block is None and ended and not cut else block
 
     def _partial_mark(self) -> int:
         """How many characters at the end may be the beginning of a mark."""
