@@ -1,4 +1,4 @@
-"""`areal chat DIR`: talk to a saved model in the terminal.
+"""`areal chat MODEL`: talk to a model in the terminal.
 
 Answers are greedy, the likeliest token each time, so the same words get the same answer. In a terminal it is a prompt
 loop; reading from a pipe, it writes exactly one line for each line it reads. Either way the lines form one conversation
@@ -24,7 +24,7 @@ from areal.trajectory import Renderer, Tree
 from areal.trajectory.answer import read_answer
 from areal.trajectory.message import Message
 from areal.trajectory.tree import Completion
-from areal.utils.shorten import first_line
+from areal.utils.shorten import first_line, printable
 
 PROMPT = "you> "
 MAX_ANSWER_TOKENS = 512
@@ -72,7 +72,7 @@ class Chat:
 
 def run(args: argparse.Namespace) -> int:
     """Ends at /quit, at the end of input, or with Ctrl-C."""
-    chat = open_chat(args.directory)
+    chat = open_chat(args.model)
     for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # bytes that are not text must not end a conversation
@@ -89,11 +89,14 @@ def run(args: argparse.Namespace) -> int:
 def open_chat(model: str) -> Chat:
     """`model` is a directory, `builtin:NAME` or a Hugging Face id."""
     from areal.engine.inference.server import load_engine
-    from areal.engine.models import find_model, max_positions
+    from areal.engine.models import find_model, max_positions, tokenizer_files
+    from areal.trainer.display import Announcer
 
-    directory = find_model(model, lambda text: print(text, file=sys.stderr))
-    renderer = _renderer(directory)
-    return Chat(load_engine(directory), renderer, max_positions(directory))
+    with Announcer() as report:
+        directory = find_model(model, report)
+    positions = max_positions(directory)  # first, because a directory without a model is told best by it
+    renderer = _renderer(tokenizer_files(directory))
+    return Chat(load_engine(directory), renderer, positions)
 
 
 def _renderer(directory: Path) -> Renderer:
@@ -147,5 +150,4 @@ def _piped_lines() -> Iterator[str]:
 
 
 def _printable(text: str, one_line: bool) -> str:
-    text = text.replace("\n", "\\n") if one_line else text
-    return "".join(c if c.isprintable() or c in "\n\t" else "�" for c in text)
+    return printable(text.replace("\n", "\\n") if one_line else text)

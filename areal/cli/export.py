@@ -1,6 +1,7 @@
 """`areal export RUN --format jsonl`: the episodes and metrics of a run, from its store to files for other programs."""
 
 import argparse
+import json
 from pathlib import Path
 
 from areal.store.export import EVERY_STEP, export
@@ -24,6 +25,11 @@ def run(args: argparse.Namespace) -> int:
             exported = export(store, out, args.format, chosen=chosen, steps=steps, force=args.force)
         except DAMAGE as error:
             raise StoreError(f"{store.path} is damaged: {error}; put a copy back, or leave out its steps") from error
+    if args.json:
+        print(
+            json.dumps({"files": [{"path": str(each.path), "rows": each.rows} for each in exported]}), file=args.stdout
+        )
+        return 0
     for written in exported:
         print(f"{written.rows:>9}  {written.path}")
     return 0

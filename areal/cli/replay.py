@@ -21,7 +21,7 @@ def run(args: argparse.Namespace) -> int:
     if args.regenerate and (args.start is not None or args.threads is not None):
         raise ConfigError("--regenerate begins at the start with the run's own threads; leave out --from and --threads")
     outcome = _regenerate(args) if args.regenerate else _replay(args)
-    print(json.dumps(outcome.as_json()) if args.json else "\n".join(outcome.lines()))
+    print(json.dumps(outcome.as_json()) if args.json else "\n".join(outcome.lines()), file=args.stdout)
     return DIVERGED if outcome.diverging else 0
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import json
 from pathlib import Path
 
 from areal.config.errors import require
@@ -31,9 +32,15 @@ def run(args: argparse.Namespace) -> int:
     )
     write_rescored(path, found)
     old, new = found.means()
+    gained, lost = len(found.gained), len(found.lost)
+    if args.json:
+        counts = {"episodes": len(found.episodes), "changed": found.changed, "failures": found.failures}
+        groups = {"groups": found.groups, "gained": gained, "lost": lost}
+        print(json.dumps({"path": str(path), "old": old, "new": new, **counts, **groups}), file=args.stdout)
+        return 0
     failures = [each.failure for each in found.episodes if each.new is None]
     failed = f"; {len(failures):,} failed, such as: {failures[0]}" if failures else ""
-    scored, gained, lost = plural(len(found.episodes), "episode"), len(found.gained), len(found.lost)
+    scored = plural(len(found.episodes), "episode")
     print(f"{scored}: mean reward {number(old)} → {number(new)}, {found.changed:,} changed{failed}")
     print(f"of {plural(found.groups, 'group')}, {gained:,} would gain a signal and {lost:,} would lose it")
     print(f"{path}; areal view {directory} shows it")

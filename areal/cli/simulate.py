@@ -19,6 +19,7 @@ from areal.simulation.failure_costs import FailureCost, SavingAdvice, failure_co
 from areal.simulation.machines import Machines
 from areal.simulation.scenario import Prediction, Scenario, predict
 from areal.simulation.trace import Trace, read_trace, record
+from areal.utils.installing import missing
 
 COUNTS = ("engines", "trainers", "workers", "batch_size", "n_samples", "max_concurrent_rollouts", "steps")
 DEFAULT_ETAS, DEFAULT_ETA = [0, 1, 2, 4], [4]
@@ -80,7 +81,9 @@ def _by_eta(args: argparse.Namespace, trace: Trace) -> int:
         for eta in args.eta
     }
     if args.json:
-        print(json.dumps({f"eta_{eta}": dataclasses.asdict(each) for eta, each in predictions.items()}))
+        print(
+            json.dumps({f"eta_{eta}": dataclasses.asdict(each) for eta, each in predictions.items()}), file=args.stdout
+        )
     else:
         Console(file=sys.stdout).print(_table(args, predictions))
     if args.plot:
@@ -142,7 +145,7 @@ def _on_machines(args: argparse.Namespace, trace: Trace) -> int:
                 )
             )
     if args.json:
-        print(json.dumps({"runs": [each.as_json() for each in runs]}))
+        print(json.dumps({"runs": [each.as_json() for each in runs]}), file=args.stdout)
     else:
         _print_runs(args, runs)
     if args.plot:
@@ -333,7 +336,10 @@ def _in_lines(text: str) -> str:
 
 
 def _pyplot() -> Any:
-    import matplotlib
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ConfigError(missing("--plot needs matplotlib", error, "plot")) from error
 
     matplotlib.use("agg")
     from matplotlib import pyplot

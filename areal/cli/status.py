@@ -7,6 +7,7 @@ from pathlib import Path
 from areal.api.errors import ConfigError
 from areal.trainer.run_state import report_of
 from areal.trainer.status import lines_of
+from areal.utils.shorten import printable
 
 FINISHED, RESUMABLE, SILENT = 3, 4, 5
 """Exit codes, besides 0 of a run that runs."""
@@ -20,9 +21,9 @@ def run(args: argparse.Namespace) -> int:
         )
     report = report_of(directory)
     if args.json:
-        print(json.dumps(report, indent=2))
+        print(json.dumps(report, indent=2), file=args.stdout)
     elif "parts" in report:
-        print("\n".join(lines_of(report)))
+        print(printable("\n".join(lines_of(report))))
     else:
-        print(report["text"])
+        print(printable(report["text"]))
     return {"running": 0, "finished": FINISHED, "silent": SILENT}.get(report["state"], RESUMABLE)

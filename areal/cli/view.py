@@ -26,7 +26,6 @@ def run(args: argparse.Namespace) -> int:
         written = write_bundle(Viewer(places).runs, Path(args.bundle), parse_filter(args.filter), args.episodes)
         print(f"{written:,} pages; open {Path(args.bundle) / 'index.html'}")
         return 0
-    require(0 <= args.port < 65536, f"--port must lie in [0, 65535], got {args.port}; use 0 for a free one")
     asyncio.run(_serve(places, args.host, args.port))
     return 0
 

@@ -26,12 +26,16 @@ MARK = "areal-view"
 
 def write_bundle(runs: Runs, target: Path, chosen: EpisodeFilter, most_episodes: int) -> int:
     """Returns how many pages were written."""
+    if target.exists() and not target.is_dir():
+        raise ArealError(f"a bundle is a new directory, but {target} is a file; choose another")
     if target.exists() and any(target.iterdir()) and not (target / MARK).exists():
         raise ArealError(f"a bundle is a new directory, but {target} has other files; choose another")
     shutil.rmtree(target, ignore_errors=True)
     pages = _Pages(target)
-    shutil.copytree(STATIC, target / ASSETS)
-    (target / MARK).touch()
+    (target / ASSETS).mkdir(parents=True)
+    (target / MARK).touch()  # first, so that what a full disk has cut short can be written again
+    for each in STATIC.iterdir():
+        shutil.copyfile(each, target / ASSETS / each.name)
     found = [runs.facts(run) for run in runs.find().values()]
     readable = [facts for facts in found if facts.state != "unreadable"]
     pages.write("index.html", run_pages.runs_page(Links("./"), found))

@@ -1,6 +1,5 @@
 """The pages about several episodes: the table of all, and the samples of one group side by side."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
@@ -9,6 +8,7 @@ import orjson
 
 from areal.store.filters import COLUMNS, FilterError, parse_filter
 from areal.store.search import EpisodeLine, GroupLine, Page, StoreSearch
+from areal.utils.conversation import answer_of, task_of
 from areal.viewer.frame import Links, RunTab, bar, facts, heading, number, page, plural, seconds, signed, state_badge
 from areal.viewer.html import Child, Markup, data_block, el, visible
 from areal.viewer.runs import Run
@@ -21,8 +21,6 @@ FIELDS = [each.name for each in fields(EpisodeLine)]
 MOST_SAMPLES = 64
 """Of a group that are shown side by side."""
 SAMPLE_CHARACTERS = 4000
-EXPECTED = ("answer", "expected", "expected_answer", "solution", "target", "ground_truth", "label", "reference")
-"""Keys of a task under which people keep what should come out."""
 
 
 def episodes_page(
@@ -186,22 +184,6 @@ def _advantage(completions: dict[int, Any]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def task_of(text: str) -> dict[str, Any]:
-    """The task of a group; empty if it was too long to be kept whole."""
-    try:
-        task = orjson.loads(text)
-    except orjson.JSONDecodeError:
-        return {}
-    return task if isinstance(task, dict) else {}
-
-
-def expected_of(text: str) -> str | None:
-    """What should come out, if the task says it under a name that people use."""
-    task = task_of(text)
-    found = next((task[name] for name in EXPECTED if task.get(name) not in (None, "")), None)
-    return None if found is None else found if isinstance(found, str) else orjson.dumps(found).decode()
-
-
 def task_block(text: str) -> Child:
     """The task as JSON, folded."""
     if not text:
@@ -209,26 +191,3 @@ def task_block(text: str) -> Child:
     task = task_of(text)
     shown = orjson.dumps(task, option=orjson.OPT_INDENT_2).decode() if task else text
     return el("details", el("summary", "The task"), el("pre", shown, class_="json", dir="auto", tabindex="0"))
-
-
-def answer_of(messages: Sequence[dict[str, Any]]) -> str:
-    """What the model said last."""
-    for message in reversed(messages):
-        if message.get("role") == "assistant" and (text := content_text(message.get("content"))):
-            return text
-    return ""
-
-
-def content_text(content: Any) -> str:
-    """The text of a message's content, which may be a list of parts; a part without text is named by its type."""
-    if content is None:
-        return ""
-    if isinstance(content, list):
-        return "\n".join(_part_text(part) for part in content)
-    return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False, default=str)
-
-
-def _part_text(part: Any) -> str:
-    if not isinstance(part, dict):
-        return str(part)
-    return str(part["text"]) if "text" in part else f"[{part.get('type', 'part')}]"

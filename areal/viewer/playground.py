@@ -1,4 +1,5 @@
-"""A page at the address of `areal serve`: talk to the model, and see how sure it was of each token.
+"""A page at the address of `areal serve`: talk to the model, see how sure it was of each token, and what else it might
+have said there.
 
 The page is a client like any other and needs the key, which it gets from the part of its address that browsers do not
 send, or from who uses it. Everything but the page and its scripts is the proxy's to answer.
@@ -49,7 +50,11 @@ def playground_page(model: str) -> str:
     return page(
         Links(),
         "Playground",
-        heading(model, "Each token is coloured by how likely the model found it; point at one for its figures."),
+        heading(
+            model,
+            "Each token is coloured by how likely the model found it; point at one, or use the arrow keys, for its "
+            "figures and for what the model might have said instead.",
+        ),
         el("div", id="said", class_="conversation", role="log", aria_label="Conversation"),
         el("p", id="wrong", role="alert", class_="error"),
         el("p", id="token-facts", role="status", class_="note"),

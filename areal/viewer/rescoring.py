@@ -30,8 +30,8 @@ from areal.api.messages import Episode
 from areal.api.reward_api import AsyncRewardWrapper, as_reward, settings_of
 from areal.store.filters import EpisodeFilter
 from areal.store.search import EpisodeLine, StoreSearch
+from areal.utils.conversation import answer_of, content_text, task_of
 from areal.utils.shorten import first_line
-from areal.viewer.episode_pages import answer_of, content_text, task_of
 from areal.viewer.tokens import TokenTexts, load_texts, run_config
 
 DIRECTORY = "rescored"
@@ -198,11 +198,13 @@ def _add_advantages(found: Rescored) -> None:
 
 def advantages_of(rewards: Sequence[float], found: Rescored) -> list[float]:
     mean = rewards[0] if len(set(rewards)) == 1 else fmean(rewards)  # exactly, where a rounded mean would not be
-    middle = mean if found.baseline == "mean" else 0.0
+    middle = 0.0 if found.baseline in ("none", "batch") else mean
     spread = stdev(rewards) if len(rewards) > 1 and found.norm == "group" else 0.0
     if found.norm == "group":
         return [(each - middle) / (spread + DEVIATION_EPS) if spread else 0.0 for each in rewards]
-    return [each - middle for each in rewards]
+    # Against the mean of the others, a reward is further from it by n / (n - 1).
+    further = len(rewards) / (len(rewards) - 1) if found.baseline == "leave_one_out" and len(rewards) > 1 else 1.0
+    return [(each - middle) * further for each in rewards]
 
 
 def place_for(directory: Path, name: str, *, force: bool) -> Path:

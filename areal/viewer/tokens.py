@@ -122,6 +122,7 @@ def token_columns(row: Row, trained: TrainedRow | None, texts: TokenTexts, first
         "returns": row.returns[part][sampled],
         "trainer": _at_mask(row, None if trained is None else trained.logprobs)[part][sampled],
         "advantage": _at_mask(row, None if trained is None else trained.advantages)[part][sampled],
+        "entropy": _at_mask(row, None if trained is None else trained.entropies)[part][sampled],
     }
     return {
         "first": first,
@@ -132,13 +133,31 @@ def token_columns(row: Row, trained: TrainedRow | None, texts: TokenTexts, first
         "trained": row.loss_mask[part][sampled].tolist(),
         "version": row.versions[part][sampled].tolist(),
         "completion": row.completion_index[part][sampled].tolist(),
+        "left": [each for each, own in zip(_left(row)[part], sampled.tolist(), strict=True) if own],
         **{name: _rounded(values) for name, values in columns.items()},
     }
 
 
+def _left(row: Row) -> list[str | None]:
+    """What each token was drawn from, in words; None = from the whole vocabulary, or it was not drawn."""
+    left: list[str | None] = [None] * len(row.input_ids)
+    for each in row.choices:
+        count = each.end - each.begin
+        if each.sizes is not None:
+            words = ["1 token" if size == 1 else f"{size} tokens" for size in each.sizes.tolist()]
+        elif each.greedy:
+            words = ["the likeliest was taken"] * count
+        elif each.grammar is not None:
+            words = ["what its grammar allows"] * count
+        else:
+            words = ["what may come before its end"] * min(each.min_new_tokens, count)
+        left[each.begin : each.begin + len(words)] = words
+    return left
+
+
 def _at_mask(row: Row, values: Array | None) -> Array:
     whole = np.full(len(row.input_ids), np.nan, np.float32)
-    if values is not None:
+    if values is not None and len(values):
         whole[row.loss_mask] = values
     return whole
 

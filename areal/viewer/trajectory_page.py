@@ -7,8 +7,9 @@ from typing import Any
 
 from areal.api.messages import Episode
 from areal.store.search import StoreSearch, Trajectory
+from areal.utils.conversation import answer_of, content_text, expected_of
 from areal.utils.shorten import shortened
-from areal.viewer.episode_pages import answer_of, content_text, expected_of, task_block
+from areal.viewer.episode_pages import task_block
 from areal.viewer.frame import (
     Links,
     RunTab,
@@ -51,6 +52,7 @@ COLOURS = (
     ("logprob", "Log-prob", "how likely the sampler found it"),
     ("ratio", "Ratio", "probability in the trainer over that in the sampler"),
     ("advantage", "Advantage", "what the loss was given"),
+    ("entropy", "Entropy", "how undecided the policy was here, in nats"),
     ("version", "Weights", "the version that sampled it"),
 )
 

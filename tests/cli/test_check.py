@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -354,3 +355,11 @@ def test_nothing_to_check_ends_with_2(
     write(GOOD)
     assert main(["check", "--engine", "fake", *words]) == 2
     assert error in capsys.readouterr().err
+
+
+def test_agent_of_the_readme_has_no_finding_in_any_mode(check: Check) -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    (text,) = [block for block in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if "class MyAgent" in block]
+    code, report = check(f"{text}\nAgent = MyAgent\n")
+    assert (code, report["findings"]) == (0, [])
+    assert report["runs"][-1]["name"] == "in a process"

@@ -15,6 +15,7 @@ from areal.config.experiment import GRPOConfig
 from areal.config.rollout import RolloutConfig
 from areal.config.training import SchedulerConfig
 from areal.engine.native import library
+from areal.utils.installing import install_hint
 
 ROOT = Path(__file__).parents[2]
 LARGE = ROOT / "tests/engine/model_configs/qwen2.5-7b"
@@ -109,7 +110,7 @@ def test_schedulers_are_looked_at_only_if_chosen_or_found(monkeypatch: pytest.Mo
     assert states(list(checks.check_schedulers(slurm, chosen=True))) == {"Slurm": "missing"}
     ray = GRPOConfig(scheduler=SchedulerConfig(type="ray"))
     (found,) = checks.check_schedulers(ray, chosen=True)
-    assert found.remedy == "pip install 'areal[ray]'"
+    assert found.remedy == install_hint("ray")
 
 
 def test_an_address_that_is_not_this_machines_is_missing_only_if_others_need_it() -> None:
@@ -154,7 +155,7 @@ def test_ranks_that_cannot_train_the_model_are_missing_with_a_backend_that_works
 def test_ranks_without_accelerate_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "find_spec", lambda name: None)
     ranks, _ = checks.check_model(str(LARGE), "fsdp:d2t2")
-    assert (ranks.state, ranks.remedy) == ("missing", "pip install 'areal[fsdp]'")
+    assert (ranks.state, ranks.remedy) == ("missing", install_hint("fsdp"))
     assert "accelerate" in ranks.found
 
 
@@ -166,7 +167,7 @@ def test_a_model_that_is_not_there_is_named_once_and_ends_with_1(
     assert code == 1
     report = json.loads(shown)
     (found,) = [each for each in report["checks"] if "no model directory" in each["found"]]
-    assert found["remedy"] == "name one that has a config.json (--model DIR)"
+    assert found["remedy"] == "name one, a run's, a Hugging Face id, or builtin:tiny-math"
     assert "memory" not in report
 
 

@@ -1,3 +1,6 @@
+import errno
+import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -6,7 +9,9 @@ import pytest
 
 from areal.api.errors import ModelError
 from areal.cli import main as command
-from areal.cli.main import guard
+from areal.cli.main import _json_alone, guard
+from areal.cli.parsers import verb_parser
+from areal.cli.verbs import VERBS
 
 ROOT = Path(__file__).parents[2]
 
@@ -19,23 +24,24 @@ def ending(*words: str) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "words", [["--help"], ["train", "--help"], ["chat", "--help"], ["doctor", "--help"], ["--version"]]
-)
-def test_help_loads_neither_torch_nor_other_heavy_libraries(words: list[str]) -> None:
-    code = "import sys\nfrom areal.cli.main import main\ntry:\n    main(sys.argv[1:])\nexcept SystemExit as end:\n"
-    code += "    assert end.code == 0, end.code\n"
-    code += "heavy = {'torch', 'transformers', 'numpy', 'openai', 'httpx', 'matplotlib'} & set(sys.modules)\n"
+def test_no_help_and_no_list_of_settings_loads_a_heavy_library() -> None:
+    """All in one process, so that one start of Python is paid for."""
+    code = "import sys\nfrom areal.cli.main import VERBS, main\n"
+    code += "for words in (['--help'], ['--version'], *([verb, '--help'] for verb in VERBS)):\n"
+    code += "    try:\n        main(words)\n    except SystemExit as end:\n        assert end.code == 0, words\n"
+    code += "assert not {'asyncio', 'yaml', 'rich'} & set(sys.modules), 'help needs none of them'\n"
+    code += "main(['config', '--json'])\nmain(['completion', 'bash'])\n"
+    code += "heavy = {'torch', 'transformers', 'numpy', 'openai', 'httpx', 'matplotlib', 'rich'} & set(sys.modules)\n"
     code += "assert not heavy, heavy\n"
-    done = subprocess.run([sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert "areal" in done.stdout
+    assert done.stdout.count("usage: areal") == len(VERBS) + 1
 
 
 def test_help_names_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
     assert ending("--help") == 0
     shown = capsys.readouterr().out
-    for name, verb in command.VERBS.items():
+    for name, verb in VERBS.items():
         assert f"  {name}" in shown
         assert verb.summary in shown
 
@@ -55,7 +61,70 @@ def test_help_of_a_verb_shows_its_words_and_an_example(capsys: pytest.CaptureFix
     shown = capsys.readouterr().out
     assert "--config FILE" in shown
     assert "KEY=VALUE" in shown
-    assert "example: areal train" in shown
+    assert "examples:\n  # " in shown
+    assert "\n  areal train --demo\n" in shown
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_examples_in_help_are_words_that_the_verb_takes(verb: str) -> None:
+    parser = verb_parser(verb, VERBS[verb])
+    for line in VERBS[verb].examples:
+        words = shlex.split(line.split(" | ")[-1 if line.startswith("echo") else 0].split(" > ")[0])
+        if words[0] != "eval":
+            assert words[:2] == ["areal", verb]
+            parser.parse_words(words[2:])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["trian"], "areal: no verb trian; did you mean train?"),
+        (["--hepl"], "areal: no option --hepl; did you mean --help?"),
+        (["xyzzy"], "areal: no verb xyzzy; areal --help lists them"),
+        (["train", "--confg", "x"], "areal train: no option --confg; did you mean --config?"),
+        (["rescore", "RUN", "--rewrd=f"], "areal rescore: no option --rewrd; did you mean --reward?"),
+        (["train", "--conf", "x"], "areal train: no option --conf; did you mean --config?"),
+        (["train", "--xyzzy"], "areal train: no option --xyzzy"),
+    ],
+)
+def test_mistyped_word_is_answered_with_the_nearest(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ending(*words) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == said
+
+
+def test_help_of_a_verb_can_be_asked_for_either_way(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ending("help", "train") == 0
+    first = capsys.readouterr().out
+    assert ending("train", "--help") == 0
+    assert first == capsys.readouterr().out
+
+
+def test_output_that_nobody_reads_any_more_ends_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as closed, monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", closed)
+        assert command.main(["completion", "bash"]) == 141
+    assert capfd.readouterr().err == ""
+
+
+def test_an_error_for_the_user_outlives_a_closed_output(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fails() -> None:
+        print("a part of the answer")
+        raise ModelError("no")
+
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as closed, monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", closed)
+        guard(fails)
+    assert capfd.readouterr().err == "areal: no\n"
 
 
 @pytest.mark.parametrize("words", [[], ["fly"], ["chat"], ["train", "--confg", "x"]])
@@ -65,7 +134,7 @@ def test_wrong_words_end_with_code_2_and_the_usage(words: list[str], capsys: pyt
 
 
 def test_every_verb_has_its_own_file_with_a_run() -> None:
-    for name in command.VERBS:
+    for name in VERBS:
         home = ROOT / "areal/cli"
         path = home / f"{name}.py" if (home / f"{name}.py").exists() else home / name / "__init__.py"
         assert "def run(" in path.read_text()
@@ -113,3 +182,55 @@ def test_guard_leaves_our_own_faults_alone() -> None:
 
     with pytest.raises(ZeroDivisionError):
         guard(broken)
+
+
+def test_guard_leaves_another_broken_pipe_alone(capfd: pytest.CaptureFixture[str]) -> None:
+    def broken() -> None:
+        raise BrokenPipeError("of a socket")
+
+    with pytest.raises(BrokenPipeError, match="of a socket"):
+        guard(broken)
+
+
+def test_what_others_print_is_not_among_the_json(capsys: pytest.CaptureFixture[str]) -> None:
+    with _json_alone() as out:
+        print("noise")
+        print("{}", file=out)
+    assert capsys.readouterr() == ("{}\n", "noise\n")
+
+
+@pytest.mark.slow
+def test_what_other_processes_print_is_not_among_the_json() -> None:
+    code = "import os, sys\nfrom areal.cli.main import _json_alone\n"
+    code += "with _json_alone() as out:\n    print('noise', flush=True)\n    os.system('echo noise')\n"
+    code += "    print('{}', file=out)\nprint('after')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("{}\nafter\n", "noise\nnoise\n")
+
+
+def test_no_option_has_the_name_that_results_are_printed_by() -> None:
+    for name, verb in VERBS.items():
+        assert all(action.dest != "stdout" for action in verb_parser(name, verb)._actions)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a file that is always full")
+@pytest.mark.parametrize("words", ["completion bash", "config timeout"])
+def test_output_to_a_full_disk_ends_with_one_line(
+    words: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with open("/dev/full", "w") as full, monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", full)
+        assert command.main(words.split()) == 2
+    assert capfd.readouterr().err == (
+        "areal: cannot use the output: No space left on device; free some space, or choose another place\n"
+    )
+
+
+def test_a_file_that_the_disk_refuses_is_named_and_is_no_bug(capsys: pytest.CaptureFixture[str]) -> None:
+    def run() -> int:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), "pages/index.html")
+
+    assert guard(run) == 2
+    assert capsys.readouterr().err == (
+        "areal: cannot use pages/index.html: Read-only file system; choose another place\n"
+    )

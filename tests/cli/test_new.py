@@ -57,6 +57,7 @@ def test_new_package_exports_the_name_and_one_that_exists_is_left_alone(
     assert "from mypkg.search_agent import SearchAgent  # add to mypkg/__init__.py\n" in said
     assert 'trainer.train(workflow="mypkg.long_division.LongDivisionWorkflow", workflow_kwargs=' in said
     assert 'trainer.train(workflow="mypkg.search_agent.SearchAgent")' in said
+    assert "areal train --demo workflow=mypkg.search_agent.SearchAgent\n" in said
 
 
 def test_checkout_of_this_package_gets_it_among_its_workflows(project: Path) -> None:

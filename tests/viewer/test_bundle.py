@@ -1,5 +1,7 @@
 """A bundle opens from a disk: every link leads to a file in it, and no page asks for anything else."""
 
+import errno
+import os
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -71,3 +73,24 @@ def test_the_command_writes_one(runs: Path, tmp_path: Path, capsys: pytest.Captu
     assert str(tmp_path / "bundle" / "index.html") in capsys.readouterr().out
     assert main(["view", str(tmp_path / "nothing")]) == 2
     assert "needs directories" in capsys.readouterr().err
+
+
+def test_a_bundle_that_a_full_disk_cut_short_is_written_again(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def copy(source: Path, target: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(source), None, str(target))
+
+    words = ["view", str(runs), "--bundle", str(tmp_path / "pages")]
+    with monkeypatch.context() as full:
+        full.setattr("areal.viewer.bundle.shutil.copyfile", copy)
+        assert main(words) == 2
+    assert f"areal: cannot use {tmp_path}/pages/static/" in capsys.readouterr().err
+    assert main(words) == 0
+
+
+def test_a_bundle_does_not_take_the_place_of_a_file(runs: Path, tmp_path: Path) -> None:
+    (tmp_path / "notes").write_text("kept")
+    with pytest.raises(ArealError, match="is a file; choose another"):
+        write_bundle(Runs([runs]), tmp_path / "notes", ALL, 1)
+    assert (tmp_path / "notes").read_text() == "kept"

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from areal.api.io_struct import Choices
 from areal.api.messages import TrainedRow
 from areal.viewer.tokens import (
     MOST_TOKENS,
@@ -24,14 +25,31 @@ NAMED = {"actor": {"path": "builtin:tiny-math"}}
 
 def test_figures_stand_at_their_tokens() -> None:
     row = row_of([5, 6, 7], [8, 9], version=3)
-    computed = TrainedRow(np.array([0.5, np.nan], np.float32), np.array([-0.5, -1.0], np.float32))
+    computed = TrainedRow(
+        np.array([0.5, np.nan], np.float32), np.array([-0.5, -1.0], np.float32), np.array([0.25, np.nan], np.float32)
+    )
     columns = token_columns(row, computed, TokenTexts())
     assert columns["at"] == [3, 4]
     assert columns["id"] == [5, 6, 7, 8, 9]
     assert columns["advantage"] == [0.5, None]
     assert columns["trainer"] == [-0.5, -1.0]
+    assert columns["entropy"] == [0.25, None]
     assert columns["version"] == [3, 3]
     assert columns["text"] == ["5 ", "6 ", "7 ", "8 ", "9 "]
+
+
+def test_tokens_say_what_they_were_drawn_from_where_that_was_limited() -> None:
+    row = row_of([1, 2], [3, 4, 5])
+    assert token_columns(row, None, TokenTexts())["left"] == [None] * 3
+    sizes, ids = np.array([1, 2, 3], np.int32), np.array([3, 4, 9, 5, 6, 7], np.int32)
+    row.choices = [Choices(2, 5, sizes=sizes, ids=ids)]
+    assert token_columns(row, None, TokenTexts())["left"] == ["1 token", "2 tokens", "3 tokens"]
+    row.choices = [Choices(2, 4, grammar_kind="lark", grammar_text="start: /.*/"), Choices(4, 5, greedy=True)]
+    assert token_columns(row, None, TokenTexts())["left"] == ["what its grammar allows"] * 2 + [
+        "the likeliest was taken"
+    ]
+    row.choices = [Choices(2, 5, stops=[7], min_new_tokens=2)]
+    assert token_columns(row, None, TokenTexts())["left"] == ["what may come before its end"] * 2 + [None]
 
 
 def test_what_was_not_trained_has_no_advantage() -> None:

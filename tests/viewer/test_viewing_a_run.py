@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 def test_it_serves_the_run_and_ends_when_it_is_closed(tmp_path: Path) -> None:
     said: queue.SimpleQueue[str] = queue.SimpleQueue()
     with RunViewer(write_run(tmp_path / "small" / "one"), "127.0.0.1", 0, said.put):
-        url = said.get(timeout=SECONDS).removeprefix("shown at ")
+        url = said.get(timeout=SECONDS).removeprefix("look at it  ")
         assert "small/one" in httpx.get(url, trust_env=False, timeout=SECONDS).text
     with pytest.raises(httpx.ConnectError):
         httpx.get(url, trust_env=False, timeout=SECONDS)

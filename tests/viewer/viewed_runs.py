@@ -87,7 +87,7 @@ def tool_episode() -> Episode:
 def trained_of(episode: Episode, advantage: float) -> list[TrainedRow]:
     counts = [int(row.loss_mask.sum()) for row in episode.rows]
     return [
-        TrainedRow(np.full(count, advantage, np.float32), np.full(count, -0.3, np.float32)) for count in counts
+        TrainedRow(*(np.full(count, value, np.float32) for value in (advantage, -0.3, 0.7))) for count in counts
     ]  # fmt: skip
 
 

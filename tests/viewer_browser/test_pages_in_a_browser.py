@@ -8,7 +8,10 @@ from playwright.sync_api import Browser, Page, expect
 
 from areal.store.filters import parse_filter
 from areal.store.search import StoreSearch
-from tests.viewer_browser.conftest import KEPT, Watched, serious
+from tests.viewer_browser.conftest import KEPT, TRAIN_SECONDS, Watched, serious
+
+pytestmark = pytest.mark.timeout(TRAIN_SECONDS)
+"""The first that asks for a run, or for many episodes, waits until they are made."""
 
 REAL = "/r/tool-use.one"
 PAGES = {
@@ -234,6 +237,13 @@ def test_a_served_model_answers_in_tokens_with_their_log_probs(watched: Watched,
     expect(page.locator(".role-assistant .tk").first).to_be_visible(timeout=60_000)
     page.locator(".tk").first.hover()
     expect(page.locator("#token-facts")).to_contain_text("log-prob")
+    expect(page.locator("#token-facts")).to_contain_text("instead of it:")
+    page.locator(".role-assistant .tk").nth(1).click()
+    clicked = page.locator("#token-facts").inner_text()
+    page.keyboard.press("ArrowLeft")
+    expect(page.locator("#token-facts")).not_to_have_text(clicked)
+    expect(page.locator("#token-facts")).to_contain_text("instead of it:")
+    expect(page.locator(".role-assistant .tk[tabindex='0']")).to_have_count(1)
     page.locator("#key").fill("wrong")
     page.locator("#prompt").fill("again")
     page.keyboard.press("Enter")

@@ -6,7 +6,6 @@ with findings, 2 if there is nothing to check.
 
 import argparse
 import asyncio
-import gc
 import itertools
 import json
 from collections.abc import Sequence
@@ -35,6 +34,7 @@ from areal.dataset import get_custom_dataset
 from areal.rollout.loading import WorkflowSpec, is_agent
 from areal.rollout.loading import check as refuse_early
 from areal.rollout.runners import AgentPool
+from areal.utils import garbage
 from areal.utils.callables import name_of
 from areal.utils.process_pool.pool import CallError, ProcessPool
 
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     tasks = get_custom_dataset("train", DatasetConfig(path=args.data))[: args.n]
     report = asyncio.run(check(spec, tasks, engine=args.engine, mode=args.mode, episodes=args.n, seconds=args.timeout))
     if args.json:
-        print(json.dumps({**asdict(report), "passed": report.passed}, indent=2))
+        print(json.dumps({**asdict(report), "passed": report.passed}, indent=2), file=args.stdout)
     else:
         show(report, Console(highlight=False))
     return 0 if report.passed else FOUND
@@ -99,12 +99,11 @@ async def _play_inline(
         report.findings += rejection_findings(alone)
         if report.passed_alone:
             alone.stalls.clear()  # the first episode also loads what all need
-            gc.collect()
-            gc.freeze()  # as a rollout worker does: a collection of everything takes as long as a stall
-            together = await play_episodes(f"{episodes} at once", runner, _repeated(tasks, episodes), harness, seconds)
+            with garbage.settled():  # as in a rollout worker: a collection of everything takes as long as a stall
+                at_once = _repeated(tasks, episodes)
+                together = await play_episodes(f"{episodes} at once", runner, at_once, harness, seconds)
             report.runs.append(together)
             report.findings += rejection_findings(together, SHARED_STATE)
-            gc.unfreeze()
     report.findings += watch.findings
     known = {finding.where for finding in watch.findings}
     report.findings += stall_findings([stall for run in report.runs for stall in run.stalls], known)

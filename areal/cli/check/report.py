@@ -12,6 +12,7 @@ from rich.text import Text
 from areal.api.errors import RejectReason
 from areal.api.messages import Rejection, Stall
 from areal.infra.stalls import is_user_code
+from areal.utils.shorten import printable
 
 REMEDIES = {
     RejectReason.AGENT_ERROR: "fix it where the traceback points",
@@ -166,11 +167,11 @@ def _blocked(run: PlayedEpisodes) -> str:
 def _finding(finding: Finding) -> RenderableType:
     where = f"{finding.where}  " if finding.where else ""
     lines = [
-        _marked("✗ ", "red", Text.assemble((where, "bold"), finding.what)),
+        _marked("✗ ", "red", Text.assemble((where, "bold"), printable(finding.what))),
         _marked("  → ", "green", Text(finding.remedy)),
     ]
     if finding.trace:
-        lines.append(Padding(Text("\n".join(_own_lines(finding.trace)), style="dim"), (0, 0, 0, 4)))
+        lines.append(Padding(Text(printable("\n".join(_own_lines(finding.trace))), style="dim"), (0, 0, 0, 4)))
     return Group(*lines)
 
 

@@ -7,7 +7,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from rich.console import Console
 from rich.table import Table
@@ -15,10 +15,10 @@ from rich.text import Text
 
 from areal.api.errors import ConfigError
 from areal.cli.doctor.checks import MARKS, MODEL, Check, all_checks, check_model
-from areal.cli.doctor.machine import find_files, this_machine
 from areal.config.experiment import GRPOConfig
 from areal.config.loader import load_expr_config
-from areal.engine.model.shape import ModelShape, read_shape
+from areal.engine.host_memory import model_shapes, this_machine
+from areal.engine.model.shape import ModelShape
 from areal.engine.sizing import GIB, Demand, HostMemory, Plan, Remedy, gpu_verdict, plan, remedies, verdict
 
 MISSING = 1
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
         _show_plan(console, *sized)
     fits = sized is None or sized[2].fits
     if args.json:
-        print(json.dumps(_as_json(checks, sized)))
+        print(json.dumps(_as_json(checks, sized)), file=args.stdout)
     if failed and not args.json:
         console.print(Text(f"missing: {', '.join(failed)}", style="bold red"))
     return 0 if fits and not failed else MISSING
@@ -78,11 +78,8 @@ Sized = tuple[dict[str, ModelShape], HostMemory, Plan, dict[str, list[Remedy]]]
 def _size(args: argparse.Namespace, config: GRPOConfig) -> Sized:
     """The models, the machine, the plan, and remedies for each place that is too small."""
     machine = this_machine(args.gpu_memory_gb, args.gpus_per_node, args.host_memory_gb)
-    models = {"actor": read_shape(find_files(args.model or config.actor.path))}
-    if config.actor.kl_ctl > 0:
-        models["ref"] = read_shape(find_files(config.ref.path))
-    if config.critic.path:
-        models["critic"] = read_shape(find_files(config.critic.path))
+    chosen = replace(config, actor=replace(config.actor, path=args.model)) if args.model else config
+    models = model_shapes(chosen)
     planned = plan(config, models, machine, prompt_tokens=args.prompt_tokens)
     found = {
         demand.place: remedies(config, models, machine, demand.place, prompt_tokens=args.prompt_tokens)
@@ -97,7 +94,7 @@ def _line(check: Check) -> Table:
     grid = Table.grid(padding=(0, 1, 0, 0))
     grid.add_column(no_wrap=True)
     grid.add_column(no_wrap=True, width=16)
-    grid.add_column()
+    grid.add_column(overflow="fold")
     mark, style = MARKS[check.state]
     grid.add_row(Text(mark, style=style), check.name, check.found)
     if check.remedy:

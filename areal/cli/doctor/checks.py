@@ -11,19 +11,21 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
+from areal import __version__
 from areal.api.errors import ArealError, ConfigError, ModelError
-from areal.cli.doctor.machine import SHARED_MEMORY, find_files
 from areal.config.backend import Backend
 from areal.config.experiment import PPOConfig
 from areal.config.parallel import Ranks
+from areal.engine.host_memory import SHARED_MEMORY, find_files
 from areal.engine.sizing import GIB
 from areal.infra.rpc.sockets import address_towards
 from areal.infra.scheduler.local import GPU_FILES
+from areal.utils.installing import DISTRIBUTION, OTHER, TESTED_TORCH, install_hint, other_project
 
 State = Literal["ok", "note", "missing"]
 MARKS: dict[State, tuple[str, str]] = {"ok": ("✓", "green"), "note": ("!", "yellow"), "missing": ("✗", "red")}
@@ -51,6 +53,7 @@ class Check:
 def all_checks(config: PPOConfig, *, chosen: bool) -> Iterator[Check]:
     """Of the machine. `chosen` = the config is the user's own, so what it names must be there."""
     yield check_python()
+    yield check_distribution()
     yield check_compiler()
     yield check_ports(config.scheduler.address, needed=chosen and config.scheduler.type != "local")
     yield check_shared_memory()
@@ -83,18 +86,25 @@ def check_python() -> Check:
     return Check("Python", "ok", found)
 
 
+def check_distribution() -> Check:
+    name, other = "distribution", other_project()
+    if other is not None:
+        found = f"{OTHER} {other}, another project with a package areal, is installed beside this one"
+        return Check(name, "note", found, f"pip uninstall {OTHER}, then install {DISTRIBUTION} again")
+    return Check(name, "ok", f"{DISTRIBUTION} {__version__}")
+
+
 def check_torch() -> Iterator[Check]:
     """torch and what it computes on; loading it takes seconds."""
     if find_spec("torch") is None:
-        yield Check("torch", "missing", "not installed", f"pip install '{_pinned_torch()}'")
+        yield Check("torch", "missing", "not installed", f"pip install '{TESTED_TORCH}'")
         return
     import torch
 
-    pinned = _pinned_torch()
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
     found = f"{torch.__version__} ({build}), {os.cpu_count()} cores"
-    same = torch.__version__.split("+")[0] == pinned.partition("==")[2]
-    yield Check("torch", "ok" if same else "note", found, "" if same else f"this package is tested with {pinned}")
+    same = torch.__version__.split("+")[0] == TESTED_TORCH.partition("==")[2]
+    yield Check("torch", "ok" if same else "note", found, "" if same else f"this package is tested with {TESTED_TORCH}")
     names = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
     if names:
         sizes = ", ".join(f"{each.name} ({each.total_memory / GIB:.0f} GiB)" for each in names)
@@ -123,14 +133,6 @@ def check_kernel(config: PPOConfig) -> Check:
         found, _, remedy = str(error).rpartition("; ")
         needed = rollout.kernel == "native"
         return Check(name, "missing" if needed else "note", f"{'' if needed else 'torch: '}{found}", remedy)
-
-
-def _pinned_torch() -> str:
-    try:
-        wanted = [each.partition(";")[0].strip() for each in requires("areal") or []]
-    except PackageNotFoundError:  # a checkout that was never installed
-        wanted = []
-    return next((each for each in wanted if each.startswith("torch==")), "torch")
 
 
 def check_compiler() -> Check:
@@ -220,7 +222,7 @@ def _check_slurm(missing: list[str], otherwise: State) -> Check:
 def _check_ray(address: str, otherwise: State) -> Check:
     found = _version_in(sys.executable, "ray")
     if not found:
-        return Check("Ray", "missing", "not installed", "pip install 'areal[ray]'")
+        return Check("Ray", "missing", "not installed", install_hint("ray"))
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not (host and port.isdecimal()):
         return Check("Ray", "ok", f"{found}; no RAY_ADDRESS: a cluster of this machine, or a new one")
@@ -273,7 +275,7 @@ def check_sharding(backend: str, directory: Path) -> Check:
         found, _, remedy = str(error).partition("; ")
         return Check("ranks", "missing", found, remedy)
     if find_spec("accelerate") is None:
-        return Check("ranks", "missing", f"actor.backend={backend} needs accelerate", "pip install 'areal[fsdp]'")
+        return Check("ranks", "missing", f"actor.backend={backend} needs accelerate", install_hint("fsdp"))
     return Check("ranks", "ok", f"transformers {version('transformers')} with accelerate {version('accelerate')}")
 
 

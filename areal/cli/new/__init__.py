@@ -16,6 +16,7 @@ from pathlib import Path
 
 from areal.api.errors import ConfigError
 from areal.cli.new.templates import KINDS
+from areal.utils.installing import install_hint
 
 CHECKOUT = Path("areal/workflow")
 """Where workflows go in a checkout of this repository."""
@@ -29,9 +30,9 @@ def run(args: argparse.Namespace) -> int:
         print(f"{_write(path, text)}  {path}")
     print()
     for verb, line in plan.commands.items():
-        print(f"{verb:<12}{line}")
+        print(f"{verb:<13}{line}")
     if importlib.util.find_spec("pytest_asyncio") is None:
-        print("its test needs pytest and pytest-asyncio: pip install areal[test]", file=sys.stderr)
+        print(f"its test needs pytest and pytest-asyncio: {install_hint('test')}", file=sys.stderr)
     return 0
 
 
@@ -103,10 +104,12 @@ def _with_line(text: str, pattern: str, line: str) -> str:
 
 def _commands(workflow: str, test: Path, reward_fn: str) -> dict[str, str]:
     kwargs = f', workflow_kwargs={{"reward_fn": "{reward_fn}"}}' if reward_fn else ""
+    given = f" reward_fn={reward_fn}" if reward_fn else ""
     return {
-        "train it": f'trainer.train(workflow="{workflow}"{kwargs})',
         "test it": f"python -m pytest {test}",
-        "check it": f"areal check {workflow}" + (f" reward_fn={reward_fn}" if reward_fn else ""),
+        "check it": f"areal check {workflow}{given}",
+        "train it": f"areal train --demo workflow={workflow}{given}",
+        "in a script": f'trainer.train(workflow="{workflow}"{kwargs})',
     }
 
 

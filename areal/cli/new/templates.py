@@ -97,8 +97,8 @@ class $class_name:
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float | dict[str, float]:
         """One episode. Episodes share an event loop, so everything that waits is awaited."""
         client = AsyncOpenAI(
-            base_url=extra_kwargs["base_url"],
-            api_key=extra_kwargs["api_key"],
+            base_url=extra_kwargs.get("base_url"),
+            api_key=extra_kwargs.get("api_key"),
             http_client=extra_kwargs.get("http_client"),
             max_retries=0,
         )

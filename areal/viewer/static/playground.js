@@ -4,7 +4,7 @@
   const { model } = JSON.parse(document.getElementById("playground-data").textContent);
   const field = (id) => document.getElementById(id);
   const said = field("said"), wrong = field("wrong"), box = field("prompt"), send = field("send"), facts = field("token-facts");
-  const SECONDS = 300;
+  const SECONDS = 300, ALTERNATIVES = 5;
   let messages = [], running = null;
 
   if (location.hash.length > 1) {  // the key stays in this page and leaves its address
@@ -28,17 +28,28 @@
     return body;
   };
   const level = (logprob) => 1 + [0.1, 0.7, 1.6, 3].filter((edge) => -logprob >= edge).length;
-  const span = ({ token, logprob }, place) => {
+  const chance = ({ token, logprob }) => `${JSON.stringify(token)} ${(100 * Math.exp(logprob)).toPrecision(3)} %`;
+  const instead = (token, alternatives = []) => {
+    const others = alternatives.filter((other) => other.token !== token).slice(0, ALTERNATIVES).map(chance);
+    return others.length ? ` · instead of it: ${others.join(", ")}` : "";
+  };
+  const span = ({ token, logprob, top_logprobs }, place) => {
     const made = document.createElement("span");
     made.className = `tk sampled rare-${level(logprob)}`;
     made.textContent = token.replaceAll("\n", "↵\n");
     made.tabIndex = place ? -1 : 0;
-    made.dataset.facts = `${JSON.stringify(token)} · log-prob ${logprob.toPrecision(4)} · probability ${(100 * Math.exp(logprob)).toPrecision(3)} %`;
+    made.dataset.facts = `${JSON.stringify(token)} · log-prob ${logprob.toPrecision(4)} · probability ${(100 * Math.exp(logprob)).toPrecision(3)} %${instead(token, top_logprobs)}`;
     return made;
   };
   const tell = (event) => { const token = event.target.closest?.("[data-facts]"); if (token) facts.textContent = token.dataset.facts; };
   said.addEventListener("pointerover", tell);
   said.addEventListener("focusin", tell);
+  said.addEventListener("click", (event) => {
+    const token = event.target.closest("[data-facts]");
+    if (!token) return;
+    for (const other of token.parentElement.children) other.tabIndex = other === token ? 0 : -1;
+    token.focus();
+  });
   said.addEventListener("keydown", (event) => {
     const next = { ArrowRight: "nextElementSibling", ArrowLeft: "previousElementSibling" }[event.key];
     const token = next && event.target.closest("[data-facts]");
@@ -46,7 +57,7 @@
   });
 
   const ask = async () => {
-    const body = { model, messages, logprobs: true, temperature: Number(field("temperature").value), max_tokens: Number(field("tokens").value) };
+    const body = { model, messages, logprobs: true, top_logprobs: ALTERNATIVES + 1, temperature: Number(field("temperature").value), max_tokens: Number(field("tokens").value) };
     const answer = await fetch("/v1/chat/completions", {
       method: "POST",
       headers: { "content-type": "application/json", authorization: `Bearer ${field("key").value}` },

@@ -47,7 +47,7 @@
         } else {
           close();
           const token = { span, text, id: row.id[place], place: row.first + place, row: number };
-          for (const name of ["logprob", "trainer", "advantage", "returns", "version", "completion", "trained"]) token[name] = row[name][index];
+          for (const name of ["logprob", "trainer", "advantage", "entropy", "returns", "version", "completion", "trained", "left"]) token[name] = row[name][index];
           span.dataset.token = tokens.length;
           span.tabIndex = tokens.length ? -1 : 0;
           tokens.push(token);
@@ -76,12 +76,14 @@
       const depth = 1 + level(Math.abs(token.advantage) / most, [1 / 3, 2 / 3]);
       return `${token.advantage > 0 ? "up" : "down"}-${depth}`;
     },
+    entropy: (token) => (token.entropy == null ? "none" : `rare-${1 + level(token.entropy, [0.1, 0.5, 1, 2])}`),
     version: (token) => (token.version % 2 ? "odd" : "even"),
   };
   const legends = {
     logprob: () => [["rare-1", "p ≥ 90 %"], ["rare-2", "≥ 50 %"], ["rare-3", "≥ 20 %"], ["rare-4", "≥ 5 %, underlined"], ["rare-5", "rarer"]],
     ratio: () => [["down-3", "÷ 1.2 and more"], ["down-2", "÷ 1.05"], ["down-1", "below 1, dotted"], ["", "1"], ["up-1", "above 1, underlined"], ["up-2", "× 1.05"], ["up-3", "× 1.2 and more"], ["none", "not computed"]],
     advantage: (most) => [["down-3", `−${say(most, 3)}, dotted`], ["down-1", "below 0"], ["", "0"], ["up-1", "above 0"], ["up-3", `+${say(most, 3)}, underlined`], ["none", "not trained"]],
+    entropy: () => [["rare-1", "sure, below 0.1"], ["rare-2", "0.1"], ["rare-3", "0.5"], ["rare-4", "1, underlined"], ["rare-5", "2 nats and more"], ["none", "not computed"]],
     version: () => [...new Set(tokens.map((token) => token.version))].sort((a, b) => a - b).slice(0, 12).map((version) => [version % 2 ? "odd" : "even", `version ${version}`]),
   };
 
@@ -116,8 +118,9 @@
       ["token", JSON.stringify(token.text)], ["id", token.id], ["place", token.place],
       ["log-prob", say(token.logprob)], ["probability", token.logprob == null ? "–" : `${say(100 * Math.exp(token.logprob), 3)} %`],
       ["trainer's log-prob", say(token.trainer)], ["ratio", say(ratio(token))],
-      ["advantage", (token.advantage > 0 ? "+" : "") + say(token.advantage)], ["return", say(token.returns)],
+      ["advantage", (token.advantage > 0 ? "+" : "") + say(token.advantage)], ["entropy", token.entropy == null ? "–" : `${say(token.entropy)} nats`], ["return", say(token.returns)],
       ["weights", `version ${token.version}`], ["answer", token.completion], ["trained", token.trained ? "yes" : "no"],
+      ...(token.left ? [["drawn from", token.left]] : []),
     ];
     const list = document.createElement("dl");
     list.className = "facts";
