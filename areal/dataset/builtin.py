@@ -15,6 +15,9 @@ from io import BytesIO
 from itertools import combinations_with_replacement, product
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
+from areal.api.errors import DatasetError
+from areal.utils.installing import missing
+
 Split = Literal["train", "valid", "test"]
 SPLITS: dict[Split, range] = {"test": range(0, 20), "valid": range(20, 30), "train": range(30, 100)}
 """Percentiles of the hash that each split takes."""
@@ -193,8 +196,10 @@ class Drawing:
         return f"{len(self.places)} {self.colour}"
 
     def png(self) -> bytes:
-        from PIL import Image, ImageDraw
-
+        try:
+            from PIL import Image, ImageDraw
+        except ImportError as error:
+            raise DatasetError(missing("builtin:shapes draws its images with Pillow", error, "vision")) from error
         image = Image.new("RGB", (IMAGE_SIZE, IMAGE_SIZE), BACKGROUND)
         pen = ImageDraw.Draw(image)
         for place in self.places:

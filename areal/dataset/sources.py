@@ -1,9 +1,9 @@
-"""Where tasks come from: `builtin:NAME`, files and directories, a list of dicts, a `datasets` Dataset.
+"""Where tasks come from: `builtin:NAME`, `reasoning-gym:NAME`, files, directories, hub ids, dicts, `datasets` objects.
 
 Files are .jsonl or .parquet, or what `datasets` wrote with `save_to_disk`. A directory has splits: the first word of
 each file's name (`train-00000.parquet` and `train.jsonl` are train), or the names that `datasets` gave them. A single
-file has none. Tasks from files get `messages` (see `with_messages`); objects that a user passes are taken as they are.
-`datasets` and pyarrow are imported only when a file needs them.
+file has none; what is neither is left to `hub.py`. Tasks from files get `messages` (see `with_messages`); objects
+that a user passes are taken as they are. `datasets` and pyarrow are imported only when a file needs them.
 """
 
 import json
@@ -15,12 +15,15 @@ from typing import Any
 
 from areal.api.errors import DatasetError
 from areal.config.experiment import DatasetConfig
+from areal.dataset import hub
 from areal.dataset.builtin import SPLITS, TASKS
+from areal.dataset.reasoning_gym import PREFIX, reasoning_gym_tasks
+from areal.utils.installing import missing
 
 Task = dict[str, Any]
 
 TaskSource = Iterable[Mapping[str, Any]] | str | Path
-"""A list of dicts, the path of a .jsonl or .parquet file or of a saved Dataset, or a `datasets` Dataset."""
+"""A list of dicts, the path of a .jsonl or .parquet file or of a saved Dataset, a hub id, or a `datasets` Dataset."""
 
 _VALIDATION = ("valid", "validation", "val", "dev")
 """Names of one split."""
@@ -35,10 +38,12 @@ def get_custom_dataset(split: str, dataset_config: DatasetConfig, tokenizer: Any
     if not path:
         raise DatasetError(
             f"no path for the {split} tasks; set train_dataset.path or valid_dataset.path "
-            "to builtin:NAME, or to a .jsonl or .parquet file or a directory of them"
+            "to builtin:NAME, to a .jsonl or .parquet file or a directory of them, or to a hub id"
         )
     if path.startswith("builtin:"):
         tasks = _builtin(path.removeprefix("builtin:"), dataset_config.split or split, dataset_config.size)
+    elif path.startswith(PREFIX):
+        tasks = reasoning_gym_tasks(path, dataset_config.split or split, dataset_config.size)
     else:
         read = _read_path(Path(path), split, explicit_split=dataset_config.split, size=dataset_config.size)
         tasks = [with_messages(task) for task in read]
@@ -94,6 +99,8 @@ def _builtin(name: str, split: str, size: int | None) -> list[Task]:
 def _read_path(path: Path, split: str, *, explicit_split: str = "", size: int | None = None) -> list[Task]:
     """The first `size` tasks at `path`. A path without splits ignores `split` and refuses an `explicit_split`."""
     split = explicit_split or split
+    if _is_for_datasets(path):
+        return list(islice(_read_hub(str(path), split), size))
     if not path.is_dir():
         if explicit_split:
             raise DatasetError(
@@ -105,6 +112,20 @@ def _read_path(path: Path, split: str, *, explicit_split: str = "", size: int | 
         return list(islice(_read_saved(path, split, bool(explicit_split)), size))
     files = _files_of_split(path, split)
     return list(islice((task for file in files for task in _read_file(file)), size))
+
+
+def _is_for_datasets(path: Path) -> bool:
+    """Whether `datasets` has to find the tasks: a layout unlike those here, a subset, an id."""
+    if path.is_dir():
+        return not any((path / mark).exists() for mark in _SAVED_MARKS) and not _task_files(path)
+    return not path.exists() and (Path(str(path).partition(":")[0]).is_dir() or hub.is_hub_id(str(path)))
+
+
+def _read_hub(path: str, split: str) -> Iterable[Task]:
+    name, bracket, _ = split.partition("[")
+    splits = hub.load(path)
+    chosen = _choose_split(list(splits), name, path)
+    return map(dict, hub.load(path, chosen + split[len(name) :]) if bracket else splits[chosen])
 
 
 def _read_file(path: Path) -> Iterator[Task]:
@@ -155,22 +176,23 @@ def _read_saved(path: Path, split: str, is_explicit: bool) -> Iterable[Task]:
     return map(dict, saved)
 
 
-def _files_of_split(path: Path, split: str) -> list[Path]:
+def _task_files(path: Path) -> list[Path]:
     """Where the directory itself holds none, those of its `data/`, as in Hugging Face repositories."""
-    found: dict[str, list[Path]] = {}
     for directory in (path, path / "data"):
-        for file in sorted(directory.glob("*")):
-            if file.suffix in _SUFFIXES:
-                first_word = "".join(takewhile(str.isalpha, file.name)).lower()
-                found.setdefault(first_word, []).append(file)
-        if found:
-            break
-    if not found:
-        raise DatasetError(f"{str(path)!r} holds no .jsonl or .parquet file, and nothing that `datasets` saved")
+        files = [file for file in sorted(directory.glob("*")) if file.suffix in _SUFFIXES]
+        if files:
+            return files
+    return []
+
+
+def _files_of_split(path: Path, split: str) -> list[Path]:
+    found: dict[str, list[Path]] = {}
+    for file in _task_files(path):
+        found.setdefault("".join(takewhile(str.isalpha, file.name)).lower(), []).append(file)
     return found[_choose_split(list(found), split, path)]
 
 
-def _choose_split(names: list[str], split: str, path: Path) -> str:
+def _choose_split(names: list[str], split: str, path: Path | str) -> str:
     others: tuple[str, ...] = _VALIDATION if split in _VALIDATION else ()
     for name in [split, *others]:
         if name in names:
@@ -185,4 +207,4 @@ def _library(name: str, path: Path) -> Any:
     try:
         return import_module(name)
     except ImportError as error:
-        raise DatasetError(f"reading {str(path)!r} needs {name} ({error}); pip install areal[datasets]") from error
+        raise DatasetError(missing(f"reading {str(path)!r} needs {name}", error, "datasets")) from error

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from areal.reward.gsm8k import gsm8k_reward
     from areal.reward.math_answer import extract_answer, math_answer_reward
     from areal.reward.math_verify import math_verify_reward
+    from areal.reward.reasoning_gym import reasoning_gym_reward
     from areal.reward.sandbox import SandboxLimits, run_program
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "gsm8k_reward",
     "math_answer_reward",
     "math_verify_reward",
+    "reasoning_gym_reward",
     "run_program",
 ]
 
@@ -39,6 +41,7 @@ _MODULES = {
     "gsm8k_reward": "gsm8k",
     "math_answer_reward": "math_answer",
     "math_verify_reward": "math_verify",
+    "reasoning_gym_reward": "reasoning_gym",
     "run_program": "sandbox",
 }
 

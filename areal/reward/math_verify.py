@@ -1,7 +1,7 @@
 r"""1.0 if math-verify finds a completion's answer equal to the expected one, else 0.0.
 
 It compares mathematically: `(x+1)^2` equals `x^2+2x+1`, `\sqrt{12}` equals `2\sqrt{3}`, `\{1,2\}` equals `\{2,1\}`.
-Needs the library of that name (`pip install areal[math]`); `math_answer` compares numbers without it. In the main
+Needs the library of that name (the extra `math`); `math_answer` compares numbers without it. In the main
 thread, where a reward pool calls it, the library limits its own time; in another thread it cannot, so the caller must.
 """
 
@@ -10,11 +10,12 @@ from typing import Any
 
 from areal.api.errors import WorkflowError
 from areal.reward.math_answer import marked_answer
+from areal.utils.installing import missing
 
 try:
     from math_verify import parse, verify  # type: ignore[import-untyped,import-not-found]
 except ImportError as error:
-    raise WorkflowError(f"math_verify_reward needs math-verify ({error}); pip install areal[math]") from error
+    raise WorkflowError(missing("math_verify_reward needs math-verify", error, "math")) from error
 
 _SECONDS = 3
 """For each parse and for each comparison, well inside the 15 seconds of an AsyncRewardWrapper."""

@@ -8,13 +8,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from areal.workflow.gymnasium_text import GymnasiumWorkflow
     from areal.workflow.multi_turn import MultiTurnWorkflow
     from areal.workflow.rlvr import RLVRWorkflow
     from areal.workflow.vision_rlvr import VisionRLVRWorkflow
 
-__all__ = ["MultiTurnWorkflow", "RLVRWorkflow", "VisionRLVRWorkflow"]
+__all__ = ["GymnasiumWorkflow", "MultiTurnWorkflow", "RLVRWorkflow", "VisionRLVRWorkflow"]
 
 _MODULES = {
+    "GymnasiumWorkflow": "areal.workflow.gymnasium_text",
     "MultiTurnWorkflow": "areal.workflow.multi_turn",
     "RLVRWorkflow": "areal.workflow.rlvr",
     "VisionRLVRWorkflow": "areal.workflow.vision_rlvr",

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from areal.api.errors import WorkflowError
 from areal.reward import exact_match_reward
+from areal.utils.installing import missing
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -60,7 +61,7 @@ def load(module: str, library: str, *, extra: str) -> Any:
     try:
         return import_module(module)
     except ImportError as error:
-        raise WorkflowError(f"this agent needs {library} ({error}); pip install areal[{extra}]") from error
+        raise WorkflowError(missing(f"this agent needs {library}", error, extra)) from error
 
 
 def openai_client(extra_kwargs: dict[str, Any]) -> "AsyncOpenAI":

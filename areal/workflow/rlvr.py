@@ -7,22 +7,24 @@ import inspect
 import json
 import uuid
 from collections.abc import Callable, Sequence
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from areal.api.engine_api import InferenceEngine
 from areal.api.errors import WorkflowError
-from areal.api.io_struct import ModelRequest, ModelResponse
+from areal.api.io_struct import ModelRequest, ModelResponse, TokenIds
+from areal.api.messages import Row
 from areal.api.reward_api import AsyncRewardWrapper, as_reward, settings_of
 from areal.api.workflow_api import RolloutWorkflow
 from areal.config.rollout import GenerationHyperparameters
 from areal.infra import workflow_context
 from areal.trajectory.answer import Answer, read_answer
 from areal.trajectory.rendering import Renderer
-from areal.trajectory.tensors import tensors_of_response
+from areal.trajectory.tensors import row_of_response, tensors_of_response
 from areal.utils import stats_tracker
 from areal.utils.bounded_cache import BoundedCache
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 POSITIONAL = ("prompt", "completion", "prompt_ids", "completion_ids")
 """What a reward function gets by position; the task's own keys follow by name."""
@@ -53,11 +55,16 @@ class RLVRWorkflow(RolloutWorkflow):
         stops = dict.fromkeys([*ending.stop_token_ids, *self._renderer.turn_end_ids])
         self.gconfig = ending.new(n_samples=1, stop_token_ids=list(stops))
         self.tokenizer = tokenizer
-        self._prompts: BoundedCache[str, tuple[str, list[int]]] = BoundedCache(MAX_REMEMBERED_PROMPTS)
+        self._prompts: BoundedCache[str, tuple[str, TokenIds]] = BoundedCache(MAX_REMEMBERED_PROMPTS)
 
-    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Tensor] | None:
-        prompt, ids = self._prompt(self._messages(data))
-        return await self._complete(engine, data, prompt, ids)
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> "dict[str, Tensor] | None":
+        scored = await self._complete(engine, data, *self._prompt(self._messages(data)))
+        return None if scored is None else tensors_of_response(*scored, self.gconfig.sampling_temperature)
+
+    async def arun_row(self, engine: InferenceEngine, data: dict[str, Any]) -> Row | None:
+        """The same episode as a row: making tensors and reading them again takes longer than all the rest of it."""
+        scored = await self._complete(engine, data, *self._prompt(self._messages(data)))
+        return None if scored is None else row_of_response(*scored, self.gconfig.sampling_temperature)
 
     def _open_renderer(self, tokenizer: Any) -> Renderer:
         return Renderer(tokenizer)
@@ -73,7 +80,7 @@ class RLVRWorkflow(RolloutWorkflow):
             ) from None
         return messages
 
-    def _prompt(self, messages: list[dict[str, Any]]) -> tuple[str, list[int]]:
+    def _prompt(self, messages: list[dict[str, Any]]) -> tuple[str, TokenIds]:
         """The messages as text for the model, and its tokens."""
         try:
             key = json.dumps(messages)
@@ -82,16 +89,16 @@ class RLVRWorkflow(RolloutWorkflow):
         known = None if key is None else self._prompts.get(key)
         if known is None:
             text = self._renderer.render(messages, None)
-            known = self._renderer.plain(text), self._renderer.encode(text)
+            known = self._renderer.plain(text), TokenIds(self._renderer.encode(text))
             if key is not None:
                 self._prompts.put(key, known)
         text, ids = known
-        return text, list(ids)
+        return text, TokenIds(ids)
 
     async def _complete(
         self, engine: InferenceEngine, data: dict[str, Any], prompt: str, ids: list[int], images: Sequence[bytes] = ()
-    ) -> dict[str, Tensor] | None:
-        """The tensor dict of one answer; None = there is none, or it is rejected."""
+    ) -> tuple[ModelResponse, float] | None:
+        """The engine's answer and its reward; None = there is no answer, or it is rejected."""
         response = await self._ask(engine, ids, images)
         if response is None:
             return None
@@ -100,7 +107,7 @@ class RLVRWorkflow(RolloutWorkflow):
         if reward is None:
             return None
         stats_tracker.get(workflow_context.stat_scope()).scalar(reward=reward)
-        return tensors_of_response(response, reward, self.gconfig.sampling_temperature)
+        return response, reward
 
     async def _ask(self, engine: InferenceEngine, ids: list[int], images: Sequence[bytes] = ()) -> ModelResponse | None:
         """The engine's answer; None = it gave none."""

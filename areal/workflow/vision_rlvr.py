@@ -13,6 +13,7 @@ from areal.api.reward_api import AsyncRewardWrapper
 from areal.config.rollout import GenerationHyperparameters
 from areal.trajectory.message import Content, Image, ImageCache, Message, content_of, images_in
 from areal.trajectory.rendering import Renderer
+from areal.trajectory.tensors import tensors_of_response
 from areal.utils.hf_utils import load_hf_processor
 from areal.utils.images import ImageError, encode_image
 from areal.workflow.rlvr import RLVRWorkflow
@@ -45,8 +46,10 @@ class VisionRLVRWorkflow(RLVRWorkflow):
         prompt, images = self._renderer.render(messages, None), images_in(messages)
         ids = await asyncio.to_thread(self._renderer.encode, prompt, images)
         encoded = [image.data for image in images]
-        tensors = await self._complete(engine, data, self._renderer.plain(prompt), ids, encoded)
-        return None if tensors is None else {**tensors, "images": [encoded]}
+        scored = await self._complete(engine, data, self._renderer.plain(prompt), ids, encoded)
+        if scored is None:
+            return None
+        return {**tensors_of_response(*scored, self.gconfig.sampling_temperature), "images": [encoded]}
 
     def _open_renderer(self, tokenizer: Any) -> Renderer:
         return Renderer(tokenizer, processor=self._processor)

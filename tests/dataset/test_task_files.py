@@ -119,7 +119,7 @@ def test_a_split_that_is_not_there_is_answered_with_those_that_are(tmp_path: Pat
 
 
 def test_a_directory_without_tasks_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "train.csv").write_text("question,answer\n")
+    (tmp_path / "train.md").write_text("question, answer\n")
     with pytest.raises(DatasetError, match=r"holds no \.jsonl or \.parquet file"):
         load(tmp_path)
 
@@ -137,5 +137,5 @@ def test_a_file_that_is_no_parquet_is_named(tmp_path: Path) -> None:
 def test_without_the_library_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_parquet(tmp_path / "tasks.parquet", rows("a"))
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    with pytest.raises(DatasetError, match=r"needs pyarrow\.parquet .*; pip install areal\[datasets\]"):
+    with pytest.raises(DatasetError, match=r"needs pyarrow\.parquet .*; pip install .*\[datasets\]'$"):
         load(path)

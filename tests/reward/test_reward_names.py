@@ -14,8 +14,9 @@ FUNCTIONS = [name for name in areal.reward.__all__ if name.endswith("_reward")]
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_an_import_string_names_it(name: str) -> None:
-    if name == "math_verify_reward":
-        pytest.importorskip("math_verify")
+    libraries = {"math_verify_reward": "math_verify", "reasoning_gym_reward": "reasoning_gym"}
+    if name in libraries:
+        pytest.importorskip(libraries[name])
     function = import_object(f"areal.reward.{name}", "reward_fn")
     parameters = inspect.signature(function).parameters
     assert list(parameters)[:4] == ["prompt", "completion", "prompt_ids", "completion_ids"]
