@@ -19,6 +19,7 @@ import numpy as np
 
 from areal.api.engine_api import WeightShard, WeightUpdate
 from areal.api.messages import Episode, GroupResult, Row
+from areal.config.presets import resolve
 from areal.config.training import ActorConfig
 from areal.engine.model.published import digest_of
 from areal.engine.sharded.messages import Share, rank_wire
@@ -27,8 +28,8 @@ from areal.infra.rpc.frames import Opener, Sealer
 from areal.infra.rpc.host_weights import HostWeights
 from areal.infra.rpc.shipping import Shipper
 from areal.infra.rpc.wire import api_wire
+from areal.trainer.batch import minibatches, rows_of_groups, token_batch, with_advantages
 from areal.trainer.ranks import deal
-from areal.trainer.update import minibatches, rows_of_groups, token_batch
 from benchmarks.report import Aim, main
 
 SIZE = 512 << 20
@@ -119,7 +120,8 @@ def dealing_seconds(groups: list[GroupResult]) -> float:
     """From a batch of groups to a sealed message for each rank."""
     wire, sealer = rank_wire(), Sealer(bytes(32))
     began = time.process_time()
-    (batch,) = minibatches(token_batch(rows_of_groups(groups), ActorConfig()), 1, "")
+    algorithm = resolve(ActorConfig()).algorithm
+    (batch,) = minibatches(with_advantages(token_batch(rows_of_groups(groups)), algorithm, 512), 1, "", algorithm)
     for share in deal(batch, SHARES):
         sealer.seal(wire.pack(Share.of(share.batch)))
     return time.process_time() - began

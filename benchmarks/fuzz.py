@@ -55,6 +55,9 @@ FAMILIES: dict[str, tuple[str | None, str]] = {
 }
 """Tool parser -> what its engine answers, in turn; None = what the request's grammar allows."""
 
+SERVED = "mistral"
+"""The family whose answers are not trained, so that its clients may steer them."""
+
 RAW = {"\ue000NaN": b"NaN", "\ue000inf": b"-Infinity", "\ue000big": b"1e999", "\ue000int": b"9" * 400}
 """Texts that stand for what `json.dumps` would not write."""
 TEXTS = [
@@ -97,7 +100,8 @@ WORDS = (
     "type name id call_id tool_call_id tool_use_id tool_calls function function_call arguments output summary source "
     "data image_url url file_id detail strict schema format json_schema parameters input_schema description required "
     "properties additionalProperties items enum const anyOf oneOf allOf $ref $defs pattern minimum maximum minLength "
-    "include_usage disable_parallel_tool_use reasoning_content refusal cache_control"
+    "include_usage disable_parallel_tool_use reasoning_content refusal cache_control prompt echo suffix best_of "
+    "functions reasoning_effort effort budget_tokens allowed_tools mode custom custom_tool_call custom_tool_call_output"
 )
 FIELDS = WORDS.split()
 """Of all dialects, and of JSON schemas."""
@@ -115,8 +119,47 @@ PATHS = [
     "/v1/chat/completions", "/v1/responses", "/v1/messages", "/chat/completions", "/v1/v1/messages", "/sessions",
     "/v1/sessions", "/sessions/{online}/reward", "/sessions/{online}/end", "/s/{token}/v1/responses",
     "/s/{token}/messages", "/s/%ff/v1/messages", "/s/../v1/responses", "/sessions/%00/reward", "/models",
-    "/health", "/v1/nothing",
+    "/health", "/v1/nothing", "/v1/completions", "/v1/messages/count_tokens", "/v1/models/default", "/v1/models/a/b",
+    "/v1/models/%ff", "/v1/responses/{completion}", "/v1/responses/%00", "/s/{token}/v1/messages/count_tokens",
 ]  # fmt: skip
+QUESTION = {"role": "user", "content": "Sort 5291"}
+RUN_TOOL = {"type": "custom", "name": "add", "custom": {"name": "add"}, "format": {"type": "text"}}
+WRITTEN: list[tuple[str, Any]] = [
+    ("/v1/completions", {"prompt": "Sort 5291", "logprobs": 2, "n": 2, "stop": ["9"], "logit_bias": {"5": 3}}),
+    ("/v1/completions", {"prompt": [5, 6, 7], "max_tokens": 4, "stream": True, "n": 2, "logprobs": 0}),
+    ("/v1/messages/count_tokens", {"messages": [QUESTION], "system": "be brief", "tools": []}),
+    ("/v1/messages", {"messages": [QUESTION, {"role": "assistant", "content": "1"}], "max_tokens": 9, "stream": True}),
+    (
+        "/v1/chat/completions",
+        {
+            **{"messages": [QUESTION], "stream": True, "n": 2, "logprobs": True, "top_logprobs": 3, "seed": 1},
+            **{"frequency_penalty": 1, "presence_penalty": -1, "logit_bias": {"5": 3}, "reasoning_effort": "low"},
+        },
+    ),
+    (
+        "/v1/chat/completions",
+        {
+            "messages": [
+                QUESTION,
+                {"role": "assistant", "content": None, "function_call": {"name": "add", "arguments": "{}"}},
+                {"role": "function", "name": "add", "content": "7"},
+            ],
+            "functions": [{"name": "add", "parameters": {"type": "object", "properties": {}}}],
+            "function_call": {"name": "add"},
+        },
+    ),
+    (
+        "/v1/responses",
+        {
+            **{"input": [QUESTION], "include": ["message.output_text.logprobs"], "top_logprobs": 2, "store": True},
+            **{"truncation": "auto", "reasoning": {"effort": "none"}, "tools": [RUN_TOOL], "stream": True},
+            "tool_choice": {"type": "allowed_tools", "mode": "required", "tools": [{"type": "custom", "name": "add"}]},
+        },
+    ),
+    ("/v1/chat/completions", {"messages": [QUESTION], "tools": [RUN_TOOL], "tool_choice": RUN_TOOL, "max_tokens": 5}),
+]
+"""Requests that no recorded client sends: a route or a field of each kind."""
+WRITTEN_WEIGHT = 4
 METHODS = ["POST", "POST", "POST", "POST", "POST", "GET", "DELETE", "PUT"]
 
 
@@ -172,6 +215,7 @@ class Mutator:
         self._recorded: list[tuple[str, Any]] = [(request["path"], request["body"]) for request in requests]
         rewards = [1.0, None, {"{completion}": 0.5}, {"{completion}": 1, "other": 2}]
         self._recorded += [("/sessions/{online}/reward", {"reward": reward}) for reward in rewards]
+        self._recorded += [(path, body) for path, body in WRITTEN for _ in range(WRITTEN_WEIGHT)]
 
     def attacks(self, count: int) -> Iterator[Attack]:
         return (self._attack() for _ in range(count))
@@ -333,7 +377,13 @@ class Target:
         )
         gconfig = GenerationHyperparameters(max_new_tokens=24)
         self.proxy = Proxy(
-            self.engine, tokenizer, gconfig=gconfig, max_positions=POSITIONS, tool_parser=family, self_reward=True
+            self.engine,
+            tokenizer,
+            gconfig=gconfig,
+            max_positions=POSITIONS,
+            tool_parser=family,
+            self_reward=True,
+            trained=family != SERVED,
         )
 
     async def start(self) -> None:
@@ -346,9 +396,10 @@ class Target:
         if self._number % SESSION_REQUESTS == 0 or self.session.ended:
             await self._replace_sessions()
         self.engine.requests.clear()
-        path = attack.path.replace("{token}", self.session.token).replace("{online}", self.online)
         last = self.session.tree.last
         completion = b"none" if last is None else last.id.encode()
+        path = attack.path.replace("{token}", self.session.token).replace("{online}", self.online)
+        path = path.replace("{completion}", completion.decode())
         headers = {b"authorization": f"Bearer {self.session.api_key}".encode()}
         headers |= {name.encode(): value for name, value in attack.headers}
         answer = await self.proxy.http_client.request(

@@ -108,7 +108,7 @@ class Served:
     """A proxy on the embedded engine, its clients, and what became of their calls."""
 
     def __init__(self, seed: int) -> None:
-        directory = find_model(MODEL, progress)
+        directory = find_model(MODEL, lambda text, share: progress(text))
         self.engine: EmbeddedEngine = load_engine(directory)
         tokenizer = load_hf_tokenizer(directory)
         sampling = GenerationHyperparameters(max_new_tokens=NEW_TOKENS)

@@ -1,7 +1,15 @@
 """The config classes under the name that users import them by. Imports no torch."""
 
 from areal.config.errors import ConfigError
-from areal.config.experiment import DatasetConfig, ExperimentConfig, GRPOConfig, PPOConfig, SFTConfig
+from areal.config.experiment import (
+    DatasetConfig,
+    DPOConfig,
+    ExperimentConfig,
+    GRPOConfig,
+    PPOConfig,
+    RewardConfig,
+    SFTConfig,
+)
 from areal.config.loader import load_expr_config
 from areal.config.rollout import AgentConfig, GenerationHyperparameters, ProxyConfig, ProxyLimits, RolloutConfig
 from areal.config.training import (
@@ -14,6 +22,8 @@ from areal.config.training import (
     SaverConfig,
     SchedulerConfig,
     StoreConfig,
+    TeacherConfig,
+    TrackingConfig,
     ViewerConfig,
 )
 
@@ -21,6 +31,7 @@ __all__ = [
     "ActorConfig",
     "AgentConfig",
     "ConfigError",
+    "DPOConfig",
     "DatasetConfig",
     "EvaluatorConfig",
     "ExperimentConfig",
@@ -33,11 +44,14 @@ __all__ = [
     "ProxyLimits",
     "RecoverConfig",
     "ReferenceConfig",
+    "RewardConfig",
     "RolloutConfig",
     "SFTConfig",
     "SaverConfig",
     "SchedulerConfig",
     "StoreConfig",
+    "TeacherConfig",
+    "TrackingConfig",
     "ViewerConfig",
     "load_expr_config",
 ]

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from areal.api.errors import RejectReason
+from areal.api.io_struct import Choices
 from areal.config.rollout import GenerationHyperparameters, ProxyConfig, RolloutConfig
 
 ENGINE_ROLE = "engine"
@@ -74,7 +75,7 @@ class Row:
     loss_mask: Array
     """bool: True on sampled tokens that are to be trained."""
     logprobs: Array
-    """float32: the sampler's, 0 on prompt."""
+    """float32: the sampler's, of the distribution that each token was drawn from (`choices`), 0 on prompt."""
     versions: Array
     """int32: weight version of each sampled token, -1 on prompt."""
     returns: Array
@@ -95,6 +96,8 @@ class Row:
     """Which of its task's groups it is compared within; None = the one of all rows that name none."""
     truncated_completions: list[int] = field(default_factory=list)
     """Indices of trained completions before the last that ended for length."""
+    choices: list[Choices] = field(default_factory=list)
+    """Of trained completions whose tokens were not drawn from the whole vocabulary."""
 
     def truncated_tokens(self) -> Array:
         """bool: True on trained tokens of completions that ended for length."""
@@ -116,6 +119,9 @@ class TrainedRow:
     beforehand (the proximal ones), else those of the pass that trained the token: the same in the first minibatch, and
     in later ones of the weights that the minibatches before it have changed. NaN where nothing was computed: sequences
     whose advantages are all 0, what is not trained, and updates that were skipped."""
+    entropies: Array = field(default_factory=lambda: np.empty(0, np.float32))
+    """In nats, of what the trainer would have drawn each token from when it trained it; NaN where nothing was computed.
+    Empty = of a time at which they were not kept."""
 
 
 @dataclass
@@ -189,7 +195,8 @@ class Episode:
 
         They are asked for again and again, by when all of an episode is known.
         """
-        versions = np.concatenate([row.versions[row.loss_mask] for row in self.rows] or [np.empty(0, np.int32)])
+        sampled = [row.versions[row.loss_mask] for row in self.rows] or [np.empty(0, np.int32)]
+        versions = sampled[0] if len(sampled) == 1 else np.concatenate(sampled)
         return (len(versions), int(versions.min()), int(versions.max())) if len(versions) else (0, None, None)
 
 

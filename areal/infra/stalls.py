@@ -2,8 +2,9 @@
 
 A thread looks a few times per second at the stack of the loop's own thread; the loop itself does nothing for it. A
 callback that is seen again and again is a stall from `seconds` on: it is reported at once, and once more with its
-duration when it has ended. Durations are true to within one look. Time spent importing does not count: it is spent
-once, by the first call of an SDK. Nor does time for which the thread could run and other processes had the processor.
+duration when it has ended. Durations are true to within one look. Time spent importing or loading certificates does not
+count: it is spent once, by the first call of an SDK or for a new client. Nor does what a busy machine does to a
+callback (`Clocks`): time for which its thread could run and others had the processor, or for which nobody could look.
 
 A callback that waits for its own event loop (a synchronous client that calls the proxy of its own process) would wait
 for ever: on the main thread, at a limit, `LoopBlocked` is raised inside it.
@@ -13,13 +14,14 @@ import asyncio
 import linecache
 import os
 import signal
+import ssl
 import sys
 import sysconfig
 import threading
 import time
 from collections.abc import Callable, Collection
 from contextvars import Context
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -43,6 +45,10 @@ INSTALLED = ("site-packages", "dist-packages")
 CALLBACK = asyncio.Handle._run.__code__
 """Every callback of an event loop runs below this function."""
 IMPORTING = "<frozen importlib._bootstrap>"
+CERTIFICATES = frozenset(
+    function.__code__ for function in (ssl.create_default_context, ssl.SSLContext.load_default_certs)
+)
+"""What a new HTTP client spends most of its time in, 30 ms of processor time."""
 
 Report = Callable[[Stall], None]
 
@@ -76,8 +82,7 @@ class StallWatch:
         self._entries = entries
         self._watched = 0
         """The id of the loop's thread."""
-        self._cpu_seconds: Callable[[], float] = time.thread_time
-        self._starved_seconds: Callable[[], float] = lambda: 0.0
+        self._read_clocks: Callable[[], Clocks] = lambda: Clocks(time.monotonic())
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="areal stall watch", daemon=True)
         self._run: FrameType | None = None
@@ -92,8 +97,8 @@ class StallWatch:
     def start(self) -> None:
         """Watch the event loop of the calling thread."""
         self._watched = threading.get_ident()
-        self._cpu_seconds = _cpu_clock(self._watched)
-        self._starved_seconds = starvation_clock(threading.get_native_id())
+        cpu_seconds, starved_seconds = _cpu_clock(self._watched), starvation_clock(threading.get_native_id())
+        self._read_clocks = lambda: Clocks(time.monotonic(), cpu_seconds(), starved_seconds())
         if self._limit_seconds is not None and threading.current_thread() is threading.main_thread():
             self._handler_before = signal.signal(INTERRUPT, self._interrupt)
         self._thread.start()
@@ -111,16 +116,23 @@ class StallWatch:
             signal.signal(INTERRUPT, self._handler_before)
 
     def _watch(self) -> None:
-        looked, used, starved = time.monotonic(), self._cpu_seconds(), self._starved_seconds()
+        own_starved_seconds = starvation_clock(threading.get_native_id())
+
+        def read() -> Clocks:
+            return replace(self._read_clocks(), watch_starved=own_starved_seconds())
+
+        before = read()
         while not self._stop.wait(self._period):
-            callback, now, used_now = running_callback(self._watched), time.monotonic(), self._cpu_seconds()
-            starved_now = self._starved_seconds()
-            starving, starved = starved_now - starved, starved_now
-            self._since += starving
-            # A call that keeps Python's lock also keeps this thread from looking; it shows as the loop's CPU time.
-            locked = now - looked > self._seconds and used_now - used > self._seconds / 2
-            self._look(callback, now, began=looked + starving if locked else (looked + now) / 2)
-            looked, used = now, used_now
+            callback, clocks = running_callback(self._watched), read()
+            passed = clocks.since(before)
+            lost = passed.lost(self._period)
+            self._since += lost
+            if passed.kept_lock(self._seconds):
+                began = before.now + lost
+            else:
+                began = clocks.now - min(passed.now, self._period) / 2
+            self._look(callback, clocks.now, began=began)
+            before = clocks
         self._end(time.monotonic())
 
     def _look(self, callback: "Callback | None", now: float, *, began: float) -> None:
@@ -131,7 +143,7 @@ class StallWatch:
             self._run, self._since = frame, began
         if callback is None or self._stall is not None:
             self._enforce_limit(now)
-        elif callback.is_importing:
+        elif callback.is_preparing:
             self._since = now
         elif now - self._since >= self._seconds:
             self._begin(callback, now)
@@ -172,6 +184,38 @@ class StallWatch:
             raise LoopBlocked(f"blocked the event loop for longer than {self._limit_seconds:g} s")
 
 
+@dataclass(frozen=True)
+class Clocks:
+    """What is known when the watching thread looks, in seconds; or what has passed between two looks."""
+
+    now: float
+    used: float = 0.0
+    """Of the processor, by the loop's thread."""
+    starved: float = 0.0
+    """For how long that thread could run and had to wait for a processor."""
+    watch_starved: float = 0.0
+    """The same of the watching thread."""
+
+    def since(self, before: "Clocks") -> "Clocks":
+        return Clocks(*(mine - theirs for mine, theirs in zip(astuple(self), astuple(before), strict=True)))
+
+    def lost(self, period: float) -> float:
+        """What of the time between two looks `period` apart is no fault of a callback.
+
+        A look that comes late has seen nothing meanwhile: on a busy machine this thread had no processor, or Python's
+        lock was held by a thread that had none. What the loop's thread has computed by then counts in any case.
+        """
+        late = self.now - period - self.used
+        return max(self.starved, late, 0.0)
+
+    def kept_lock(self, seconds: float) -> bool:
+        """Whether one call kept Python's lock, and with it this thread from looking, all the time.
+
+        It shows as a look that is late, for no lack of a processor, while the loop's thread computes.
+        """
+        return self.now - self.watch_starved > seconds and self.used > seconds / 2
+
+
 def _cpu_clock(thread_id: int) -> Callable[[], float]:
     """The CPU time of another thread of this process, where the system can say it; else always 0."""
     if not hasattr(time, "pthread_getcpuclockid"):
@@ -209,6 +253,11 @@ class Callback:
     @property
     def is_importing(self) -> bool:
         return any(frame.f_code.co_filename == IMPORTING for frame in self.stack)
+
+    @property
+    def is_preparing(self) -> bool:
+        """Whether it does what is done once: for a library, or for a client."""
+        return self.is_importing or any(frame.f_code in CERTIFICATES for frame in self.stack)
 
     @property
     def context(self) -> Context:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
 from areal.api.errors import AgentFailed, EpisodeRejected, EpisodeTimeout, RejectReason
+from areal.api.io_struct import cannot_train
 from areal.api.messages import Episode, Rejection
 from areal.infra.stalls import LoopBlocked
 from areal.infra.status import line_of_task
@@ -54,6 +55,8 @@ async def run_episode(
     try:
         with stats_tracker.collect() as stats:
             episode, digests = await runner.play(data, context, greedy=greedy, seconds=seconds)
+            if episode is not None and not context.is_eval:
+                _require_trainable(episode, runner.name)
     except EpisodeRejected as error:
         return _rejection(error), {}
     except Exception as error:
@@ -68,6 +71,14 @@ async def run_episode(
     for node in episode.nodes:
         node.asked, node.answered = node.asked - began, node.answered - began
     return episode, digests
+
+
+def _require_trainable(episode: Episode, name: str) -> None:
+    """Raises AgentFailed for an answer whose log-probs the trainer cannot compute."""
+    for row in episode.rows:
+        for choices in row.choices:
+            if choices.unreported:
+                raise AgentFailed(f"{name} asked for top_p or top_k: {cannot_train(choices)}")
 
 
 def _rejection(error: EpisodeRejected) -> Rejection:
@@ -93,14 +104,32 @@ async def bounded(start: Start, seconds: float, name: str, *, grace_seconds: flo
     task = asyncio.ensure_future(_contained(start))
     try:
         with waits.current().entered("runs its own code", seconds, TIMEOUT_SETTING, lambda: line_of_task(task)):
-            done, _ = await asyncio.wait((task,), timeout=seconds)
+            await _until_done(task, seconds)
     except asyncio.CancelledError:
         await _stop(task, name, grace_seconds)
         raise
-    if done:
+    if task.done():
         return _outcome(task, name)
     where = await _stop(task, name, grace_seconds)
     raise EpisodeTimeout(f"{name} took longer than {TIMEOUT_SETTING}={seconds:g}") from where
+
+
+async def _until_done(task: asyncio.Task[Any], seconds: float) -> None:
+    """`asyncio.wait` for one task, which every episode pays for, without its sets and checks."""
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[None] = loop.create_future()
+
+    def end(_: object = None) -> None:
+        if not ended.done():
+            ended.set_result(None)
+
+    task.add_done_callback(end)
+    deadline = loop.call_later(seconds, end)
+    try:
+        await ended
+    finally:
+        deadline.cancel()
+        task.remove_done_callback(end)
 
 
 async def _contained(start: Start) -> Any:

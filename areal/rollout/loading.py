@@ -28,6 +28,8 @@ from areal.utils.hf_utils import load_hf_processor, load_hf_tokenizer
 Workflow = Any
 """An import string, a class, an instance or a function."""
 
+REWARD_MODEL = "model:"
+"""How a `reward_fn` begins that names the directory of a reward model in place of a function."""
 FILLED = ("gconfig", "tokenizer", "processor", "reward_fn")
 """Arguments that a user may leave to the config; an empty string leaves one too."""
 
@@ -88,7 +90,8 @@ class WorkflowSpec:
         kwargs = _given(self.kwargs)
         if reward_fn and inspect.isclass(target) and "reward_fn" in _named_parameters(target):
             kwargs = {"reward_fn": reward_fn} | kwargs
-        if isinstance(named := kwargs.get("reward_fn"), str):
+        named = kwargs.get("reward_fn")
+        if isinstance(named, str) and not named.startswith(REWARD_MODEL):
             function = import_object(named, "reward_fn")
             kwargs["reward_fn"] = function if _own_module(named.rpartition(".")[0]) else named
         own = isinstance(self.target, str) and _own_module(self.target.rpartition(".")[0])
@@ -145,11 +148,11 @@ class Fillers:
     """Of a vision model; None = the model takes no images."""
 
 
-def check(spec: WorkflowSpec) -> None:
-    """Refuse early, in the driver, what a worker could not load."""
+def check(spec: WorkflowSpec, reward_fn: str = "") -> None:
+    """Refuse early, in the driver, what a worker could not load; `reward_fn` as in `Fillers`."""
     target = _resolved(spec)
     if inspect.isclass(target):
-        check_arguments(target, spec.kwargs)
+        check_arguments(target, spec.kwargs, reward_fn)
 
 
 def load(spec: WorkflowSpec, fillers: Fillers) -> Any:
@@ -180,7 +183,15 @@ def is_rollout_workflow(workflow: Any) -> bool:
 
 
 def episode_function(workflow: Any) -> Callable[..., Any]:
-    """What is called for an episode of a RolloutWorkflow."""
+    """What is called for an episode of a RolloutWorkflow: its `arun_episode`.
+
+    Or its `arun_row`, where the class that has the one has the other: it gives the same without tensors. A subclass
+    that says anew what an episode is does so in `arun_episode`.
+    """
+    if "arun_episode" not in getattr(workflow, "__dict__", {}):
+        owner = next((cls for cls in type(workflow).__mro__ if "arun_episode" in vars(cls)), None)
+        if owner is not None and "arun_row" in vars(owner):
+            return workflow.arun_row  # type: ignore[no-any-return]
     function: Callable[..., Any] = getattr(workflow, "arun_episode", workflow)
     return function
 
@@ -238,19 +249,30 @@ def construct(target: type, kwargs: dict[str, Any], fillers: Fillers) -> Any:
     if isinstance(arguments.get("processor"), str):
         arguments["processor"] = load_hf_processor(arguments["processor"])
     if isinstance(arguments.get("reward_fn"), str):
-        arguments["reward_fn"] = import_object(arguments["reward_fn"], "reward_fn")
+        arguments["reward_fn"] = _reward_function(arguments["reward_fn"])
     return target(**arguments)
 
 
-def check_arguments(target: type, kwargs: dict[str, Any]) -> None:
-    """Refuse now what no config could complete."""
+def check_arguments(target: type, kwargs: dict[str, Any], reward_fn: str = "") -> None:
+    """Refuse now what the config does not complete."""
     if inspect.isabstract(target):
         missing = ", ".join(sorted(getattr(target, "__abstractmethods__", ())))
         raise WorkflowError(f"{name_of(target)} cannot be constructed: it does not define {missing}")
-    given = _given(kwargs)
-    _require_complete(target, dict.fromkeys(_named_parameters(target) & set(FILLED)) | given)
-    if isinstance(given.get("reward_fn"), str):
-        import_object(given["reward_fn"], "reward_fn")
+    given, names = _given(kwargs), _named_parameters(target)
+    filled = names & set(FILLED) - (set() if reward_fn else {"reward_fn"})
+    _require_complete(target, dict.fromkeys(filled) | given)
+    named = given.get("reward_fn", reward_fn if "reward_fn" in names else "")
+    if isinstance(named, str) and named and not named.startswith(REWARD_MODEL):
+        import_object(named, "reward_fn")
+
+
+def _reward_function(named: str) -> Any:
+    """What the name of a reward function stands for."""
+    if not named.startswith(REWARD_MODEL):
+        return import_object(named, "reward_fn")
+    from areal.engine.reward_model import RewardModel  # it loads torch, which few workers need
+
+    return RewardModel(named.removeprefix(REWARD_MODEL))
 
 
 def _given(kwargs: dict[str, Any]) -> dict[str, Any]:

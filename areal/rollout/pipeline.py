@@ -29,6 +29,10 @@ from areal.utils.logging import getLogger
 
 LOGGED_PER_REASON = 2
 """Rejections logged in full per reason; the rest are only counted."""
+NO_FAULTS = (RejectReason.STALE, RejectReason.FILTERED)
+"""Reasons that are no mistake in anybody's code: a strict filter may reject many in a row."""
+PATIENCE = 8
+"""How many times `max_idle_rejections` may be rejected in a row where that is no reason to give up at once."""
 
 TaskStream = Iterator[tuple[int, dict[str, Any]]]
 """(number, task), endless."""
@@ -85,6 +89,7 @@ class Pipeline:
         """`group_seconds` as in `Dispatch`; `ready`: groups that ended in an earlier session of the run."""
         self.admission = admission
         self.evaluation_rejections = Rejections("evaluation ")
+        self._max_idle_rejections = max_idle_rejections
         self.expiring_wait_seconds = 0.0
         """Of the latest `take`: how long it waited, with enough groups ready, for others that were about to expire."""
         self._dispatch = Dispatch(workers, group_seconds)
@@ -164,10 +169,18 @@ class Pipeline:
         """The groups, since the last call, that had been sampled and were too old to be trained."""
         return self._ready.pop_dropped()
 
-    async def evaluate(self, tasks: Sequence[dict[str, Any]], *, greedy: bool, max_running: int) -> list[GroupResult]:
+    async def evaluate(
+        self,
+        tasks: Sequence[dict[str, Any]],
+        *,
+        greedy: bool,
+        max_running: int,
+        on_result: Callable[[GroupResult], None] = lambda result: None,
+    ) -> list[GroupResult]:
         """Each task once, in order, while training goes on; rejections are part of the results.
 
         A task's number follows from its place, so that what it samples does too: the same again for the same weights.
+        `on_result` gets each result when it comes.
         """
         running: list[asyncio.Task[GroupResult]] = []
 
@@ -175,12 +188,13 @@ class Pipeline:
             return f"waits for an evaluation of {len(tasks)} tasks: {sum(each.done() for each in running)} are done"
 
         with waits.current().entered(describe):
-            return await self._evaluate(tasks, running, greedy=greedy, max_running=max_running)
+            return await self._evaluate(tasks, running, on_result, greedy=greedy, max_running=max_running)
 
     async def _evaluate(
         self,
         tasks: Sequence[dict[str, Any]],
         running: list[asyncio.Task[GroupResult]],
+        on_result: Callable[[GroupResult], None],
         *,
         greedy: bool,
         max_running: int,
@@ -193,7 +207,7 @@ class Pipeline:
                     await self._until(lambda: self._evaluating + self.admission.running * self._n_samples < max_running)
                     # Negative, so that it is the number of no training task.
                     task = GroupTask(-place, pack_task(data), 1, is_eval=True, greedy=greedy)
-                    running.append(self._start_evaluation(task))
+                    running.append(self._start_evaluation(task, on_result))
             finally:
                 self._evaluations_waiting -= 1
             return await self._unless_failed(asyncio.gather(*running))
@@ -284,16 +298,24 @@ class Pipeline:
         self._aging_since |= {task_id: now for task_id in task_ids if task_id in self._aging_since}
         self._changed.set()
 
-    def _start_evaluation(self, task: GroupTask) -> asyncio.Task[GroupResult]:
-        running = asyncio.ensure_future(self._evaluate_one(task))
+    def _start_evaluation(self, task: GroupTask, on_result: Callable[[GroupResult], None]) -> asyncio.Task[GroupResult]:
+        running = asyncio.ensure_future(self._evaluate_one(task, on_result))
         self._evaluating += 1
         running.add_done_callback(self._end_evaluation)
         return running
 
-    async def _evaluate_one(self, task: GroupTask) -> GroupResult:
+    async def _evaluate_one(self, task: GroupTask, on_result: Callable[[GroupResult], None]) -> GroupResult:
         result = await self._dispatch.send(task)
+        rejections = self.evaluation_rejections
         for rejection in result.rejections:
-            self.evaluation_rejections.add(rejection)
+            rejections.add(rejection)
+        if result.episodes:
+            rejections.accept()
+        elif rejections.all_alike and rejections.idle.total() >= self._max_idle_rejections:
+            error = NothingAccepted(rejections.why_nothing_is_accepted())
+            self.fail(error)
+            raise error
+        on_result(result)
         return result
 
     def _end_evaluation(self, ended: asyncio.Task[GroupResult]) -> None:
@@ -362,14 +384,15 @@ class ReadyGroups:
             self.rejections.add(rejection)
         why = self._reason_to_reject(result)
         if why is None:
-            self.rejections.idle.clear()
+            self.rejections.accept()
             self._admission.accept(result.oldest_version)
             self._record.ready(result)
             self._groups.append(result)
         else:
             self._admission.reject()
             self._reject(result, why)
-        if self.rejections.idle.total() >= self._max_idle_rejections:
+        patience = self._max_idle_rejections * (1 if self.rejections.all_alike else PATIENCE)
+        if self.rejections.idle.total() >= patience:
             raise NothingAccepted(self.rejections.why_nothing_is_accepted())
 
     def expire(self) -> None:
@@ -459,12 +482,28 @@ class Rejections:
         self.counts: Counter[RejectReason] = Counter()
         self.idle: Counter[RejectReason] = Counter()
         """Since an episode was last accepted."""
+        self._kinds: set[tuple[RejectReason, str]] = set()
+        """Of all rejections so far: the reason, and the line that raised if one did."""
+        self._accepted = False
         self._label = label
         self._latest: Rejection | None = None
+
+    @property
+    def all_alike(self) -> bool:
+        """Whether nothing was ever accepted, and all that was rejected failed in one way."""
+        return (
+            not self._accepted and len(self._kinds) == 1 and all(reason not in NO_FAULTS for reason, _ in self._kinds)
+        )
+
+    def accept(self) -> None:
+        """An episode was accepted."""
+        self._accepted = True
+        self.idle.clear()
 
     def add(self, rejection: Rejection) -> None:
         self.counts[rejection.reason] += 1
         self.idle[rejection.reason] += 1
+        self._kinds.add((rejection.reason, _raising_line(rejection.trace)))
         self._latest = rejection
         # A stale episode is not a fault that a user could look for in a log.
         if self.counts[rejection.reason] <= LOGGED_PER_REASON and rejection.reason is not RejectReason.STALE:
@@ -472,9 +511,22 @@ class Rejections:
             logger.warning("%srejected (%s): %s", self._label, rejection.reason, text)
 
     def why_nothing_is_accepted(self) -> str:
+        """A sentence, and the traceback of the latest rejection."""
+        assert self._latest is not None
         reasons = ", ".join(f"{reason} {count}" for reason, count in self.idle.most_common())
-        latest = self._latest.detail if self._latest else "none"
-        return (
-            f"the last {self.idle.total()} episodes were all rejected ({reasons}), so nothing can be trained; "
-            f"the latest: {latest}"
+        which = (
+            f"first {self.idle.total()} {self._label}episodes all failed alike"
+            if self.all_alike
+            else (f"last {self.idle.total()} {self._label}episodes were all rejected")
         )
+        sentence = (
+            f"the {which} ({reasons}), so nothing can be trained; the latest: {self._latest.detail}; mend that, or "
+            "allow more by rollout.max_idle_rejections"
+        )
+        return f"{sentence}\n{self._latest.trace}".rstrip()
+
+
+def _raising_line(trace: str) -> str:
+    """The innermost `File "…", line N` of a traceback; empty if there is none."""
+    places = [line.strip() for line in trace.splitlines() if line.lstrip().startswith('File "')]
+    return places[-1] if places else ""

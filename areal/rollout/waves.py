@@ -57,8 +57,16 @@ class Waves:
         slots = float(durations.mean()) * self._batch_size / self._max_running
         last = (_longest_of(batches * self._batch_size, aging) + train * (cycle - lag)) / cycle
         early = max(0, 2 * batches - lag - 1) / batches
-        enough = (float(np.quantile(durations, early)) + train) / batches if early else 0.0
+        enough = (_quantile(durations, early) + train) / batches if early else 0.0
         return max(train, slots, last, enough)
+
+
+def _quantile(durations: Array, share: float) -> float:
+    """How long so many of them took at most, between two if need be; they are sorted."""
+    place = share * (len(durations) - 1)
+    before = int(place)
+    shorter, longer = float(durations[before]), float(durations[min(before + 1, len(durations) - 1)])
+    return shorter + (longer - shorter) * (place - before)
 
 
 def _longest_of(count: int, durations: Array) -> float:

@@ -6,7 +6,6 @@ when the driver closes the connection.
 """
 
 import asyncio
-import gc
 import pickle
 import sys
 import time
@@ -15,8 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-
-import numpy as np
 
 from areal.api.engine_api import InferenceEngine
 from areal.api.errors import GroupLost, WeightMismatch
@@ -49,7 +46,7 @@ from areal.rollout.loading import Fillers
 from areal.rollout.runners import AgentPool, RunnerParts, make_runner
 from areal.rollout.runners.agent import environment
 from areal.trajectory.tensors import RowLimits
-from areal.utils import waits
+from areal.utils import garbage, waits
 from areal.utils.hf_utils import load_hf_processor, load_hf_tokenizer
 from areal.utils.seeds import derived_seed
 from areal.utils.waits import Waits
@@ -66,8 +63,7 @@ async def serve_worker(index: int) -> None:
         setup: WorkerSetup = pickle.loads(packed)
         tokenizer = await local_model(await driver, Path(setup.tokenizer_path))
         worker = await RolloutWorker.start(replace(setup, tokenizer_path=str(tokenizer)), secret, on_engine_lost)
-        gc.collect()
-        gc.freeze()
+        garbage.settle()
 
     async def run_group(task: GroupTask) -> GroupResult:
         assert worker is not None, "setup comes first"
@@ -310,7 +306,7 @@ def _require_digests(result: GroupResult) -> None:
     Raises WeightMismatch.
     """
     rows = (row for episode in result.episodes for row in episode.rows)
-    sampled = {version for row in rows for version in np.unique(row.versions[row.loss_mask]).tolist()}
+    sampled = {version for row in rows for version in row.versions[row.loss_mask].tolist()}
     if missing := sorted(sampled - result.digests.keys()):
         raise WeightMismatch(
             f"an engine must tell the digest of every version that it sampled a token with, got none of {missing} for "

@@ -2,17 +2,17 @@
 
 Rows are kept field by field: what all rows of a group have of one is packed together, and has a checksum of its own
 (checks.py). Fields are kept by name, so that a later version of this package reads what an earlier one wrote: a field
-that is new gets its default, one that is gone is skipped.
+that is new gets its default, one that is gone is skipped. What tokens were drawn from is kept where it was limited, in
+the same way; of groups in which it was not, nothing is.
 """
 
 import dataclasses
 import zlib
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import Any, TypeVar
 
-import numpy as np
-
+from areal.api.io_struct import Choices
+from areal.utils.columns import join, split
 from areal.utils.wire import Wire
 
 T = TypeVar("T")
@@ -21,6 +21,8 @@ LEVEL = 1
 """Of compression: higher ones take several times as long and save a tenth."""
 SAMPLE = "sample"
 """Beside the fields of a row: the number of its episode within the group."""
+CHOICES = "choices"
+"""The field of a row whose values are dataclasses."""
 _WIRE = Wire()
 
 
@@ -37,7 +39,10 @@ def columns_of(episodes: Sequence[Sequence[Any]]) -> dict[str, bytes]:
     """The rows of each episode of a group, field by field. They are dataclasses of one type."""
     rows = [row for episode in episodes for row in episode]
     columns = {SAMPLE: [sample for sample, episode in enumerate(episodes) for _ in episode]}
-    fields = {name: _column([vars(row)[name] for row in rows]) for name in (vars(rows[0]) if rows else ())}
+    fields = {name: join([vars(row)[name] for row in rows]) for name in (vars(rows[0]) if rows else ())}
+    chosen = fields.pop(CHOICES, ())
+    if any(chosen):
+        fields[CHOICES] = [by_name(each) for each in chosen]
     return {name: _WIRE.pack(column) for name, column in (columns | fields).items()}
 
 
@@ -45,7 +50,9 @@ def episodes_of(columns: Mapping[str, bytes], cls: type[T]) -> dict[int, list[T]
     """The rows of each sample that has any."""
     known = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     samples = _WIRE.unpack(columns[SAMPLE])
-    fields = {name: _values(_WIRE.unpack(column)) for name, column in columns.items() if name in known}
+    fields = {name: split(_WIRE.unpack(column)) for name, column in columns.items() if name in known}
+    if CHOICES in fields:
+        fields[CHOICES] = [from_names(each, Choices) for each in fields[CHOICES]]
     episodes: dict[int, list[T]] = {}
     for place, sample in enumerate(samples):
         episodes.setdefault(sample, []).append(cls(**{name: values[place] for name, values in fields.items()}))
@@ -60,19 +67,3 @@ def by_name(values: Sequence[Any]) -> list[dict[str, Any]]:
 def from_names(found: Sequence[dict[str, Any]], cls: type[T]) -> list[T]:
     known = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     return [cls(**{name: value for name, value in each.items() if name in known}) for each in found]
-
-
-def _column(values: list[Any]) -> Any:
-    """Lists of numbers that are alike become one, after their lengths; everything else stays as it is."""
-    first = values[0]
-    if not isinstance(first, np.ndarray) or any(each.ndim != 1 or each.dtype != first.dtype for each in values):
-        return values
-    return [len(each) for each in values], np.concatenate(values)
-
-
-def _values(column: Any) -> list[Any]:
-    if not isinstance(column, tuple):
-        return list(column)
-    lengths, joined = column
-    ends = np.cumsum([0, *lengths]).tolist()
-    return [joined[begin:end].copy() for begin, end in pairwise(ends)]

@@ -25,6 +25,7 @@ FIELDS = (
     "images",
     "group_id",
     "truncated_completions",
+    "choices",
 )
 """Of rows, in the order of their checksums. A new one goes to the end: older stores have no checksum of it."""
 CHECK_BYTES = 4

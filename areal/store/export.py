@@ -28,6 +28,7 @@ from areal.store.filters import EpisodeFilter
 from areal.store.reader import rollout_line
 from areal.store.schema import StoreError
 from areal.store.search import ALL, EpisodeLine, StoreSearch
+from areal.utils.installing import missing
 
 Record = dict[str, Any]
 Steps = tuple[float | None, float | None]
@@ -104,15 +105,18 @@ def episode_record(line: EpisodeLine, episode: Episode, trained: list[TrainedRow
 
 def _row_record(row: Row, trained: TrainedRow | None) -> Record:
     record = {field.name: getattr(row, field.name) for field in dataclasses.fields(row)}
+    record["choices"] = [dataclasses.asdict(each) for each in row.choices]
     record["advantages"] = None if trained is None else _on_row(row, trained.advantages)
     record["trainer_logprobs"] = None if trained is None else _on_row(row, trained.logprobs)
+    record["entropies"] = None if trained is None else _on_row(row, trained.entropies)
     return record
 
 
 def _on_row(row: Row, values: Array) -> Array:
     """What was computed for the trained tokens, at their places."""
     whole = np.full(len(row.input_ids), np.nan, np.float32)
-    whole[row.loss_mask] = values
+    if len(values):
+        whole[row.loss_mask] = values
     return whole
 
 
@@ -166,7 +170,7 @@ def _parquet_writers() -> tuple[Callable[..., int], Callable[..., int]]:
     try:
         arrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
     except ImportError as error:
-        raise StoreError(f"--format parquet needs pyarrow ({error}); pip install areal[datasets]") from error
+        raise StoreError(missing("--format parquet needs pyarrow", error, "datasets")) from error
 
     def write_episodes(file: IO[bytes], records: Iterable[Record]) -> int:
         schema, count = _episode_schema(arrow), 0
@@ -205,6 +209,22 @@ def _parquet_record(record: Record) -> Record:
     return {**record, **as_json, "turns": turns}
 
 
+def _choices_fields(arrow: Any) -> Mapping[str, Any]:
+    whole, text, ids = arrow.int64(), arrow.string(), arrow.list_(arrow.int32())
+    return {
+        "begin": whole,
+        "end": whole,
+        "greedy": arrow.bool_(),
+        "grammar_kind": text,
+        "grammar_text": text,
+        "stops": ids,
+        "min_new_tokens": whole,
+        "sizes": ids,
+        "ids": ids,
+        "unreported": text,
+    }
+
+
 def _episode_schema(arrow: Any) -> Any:
     whole, number, text = arrow.int64(), arrow.float64(), arrow.string()
     ids, numbers = arrow.list_(arrow.int32()), arrow.list_(arrow.float32())
@@ -222,8 +242,10 @@ def _episode_schema(arrow: Any) -> Any:
         "images": arrow.list_(arrow.binary()),
         "group_id": whole,
         "truncated_completions": arrow.list_(whole),
+        "choices": arrow.list_(arrow.struct(_choices_fields(arrow))),
         "advantages": numbers,
         "trainer_logprobs": numbers,
+        "entropies": numbers,
     }
     turn = arrow.struct({"asked": number, "answered": number, "tokens": whole})
     return arrow.schema(

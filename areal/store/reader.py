@@ -216,6 +216,11 @@ class StoreReader(Closing):
         """How many episodes were rejected for each reason."""
         return dict(self._db.execute("SELECT reason, count(*) FROM rejections GROUP BY reason").fetchall())
 
+    def task(self, task_id: int) -> str:
+        """As JSON, cut if it is very long; empty = the store does not know it."""
+        found = self._db.execute("SELECT task FROM groups WHERE task_id = ?", (task_id,)).fetchone()
+        return "" if found is None else str(found[0])
+
     def episodes(self, task_id: int) -> dict[int, Episode]:
         """Those of a group by their numbers, sample by sample, with their rows if these are kept."""
         found = self._blobs(task_id, "conversations", "rows")

@@ -13,6 +13,8 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 from urllib.request import url2pathname
 
+from areal.utils.installing import missing
+
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 """Pillow knows more formats, some of which run other programs."""
 MAX_BYTES = 16 * 2**20
@@ -74,8 +76,10 @@ def read_base64(text: str) -> bytes:
 
 def inspect_image(data: bytes) -> ImageFacts:
     """Format and size, by the head alone: the rest may still turn out to be broken."""
-    from PIL import Image, UnidentifiedImageError
-
+    try:
+        from PIL import Image, UnidentifiedImageError
+    except ImportError as error:
+        raise ImageError(missing("images need Pillow", error, "vision")) from error
     if len(data) > MAX_BYTES:
         raise _too_many_bytes(len(data))
     try:

@@ -4,6 +4,8 @@ import logging
 import os
 import sys
 
+from areal.utils.shorten import printable
+
 ROOT = "areal"
 
 
@@ -12,8 +14,15 @@ def getLogger(name: str = "") -> logging.Logger:  # noqa: N802  (the name users 
     root = logging.getLogger(ROOT)
     if not root.handlers:
         handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname).1s  %(message)s", "%H:%M:%S"))
+        handler.setFormatter(_PrintableFormatter("%(asctime)s %(name)s %(levelname).1s  %(message)s", "%H:%M:%S"))
         root.addHandler(handler)
         root.setLevel(os.environ.get("AREAL_LOG", "INFO").upper())
         root.propagate = False
     return root.getChild(name) if name else root
+
+
+class _PrintableFormatter(logging.Formatter):
+    """For terminals: the errors of agents may quote what a model said."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))

@@ -1,4 +1,5 @@
-"""Values in messages: enough of them to be recognised, never all of something long; durations as people say them."""
+"""Values in messages: enough of them to be recognised, never all of something long; only characters that print;
+durations as people say them."""
 
 from typing import Any
 
@@ -23,6 +24,12 @@ def first_line(error: BaseException) -> str:
 
 def shortened(text: str, most: int = SHOWN_CHARACTERS) -> str:
     return text if len(text) <= most else text[:most] + "…"
+
+
+def printable(text: str) -> str:
+    """Control characters, and those that turn the direction of what follows, become a mark: what a model or an agent
+    said cannot move a terminal's cursor. Lines and tabs stay."""
+    return text if text.isprintable() else "".join(c if c.isprintable() or c in "\n\t" else "�" for c in text)
 
 
 def duration(seconds: float) -> str:

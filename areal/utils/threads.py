@@ -37,7 +37,8 @@ def plan_threads(max_head_offpolicyness: int, each: int | None = None) -> Thread
         return ThreadPlan(each, each, f"scheduler.threads={each}: {each} for the engine and {each} for the trainer")
     cores = len(os.sched_getaffinity(0))
     if max_head_offpolicyness == 0:
-        return ThreadPlan(cores, cores, f"{cores} cores, engine and trainer take turns: all cores for each")
+        return ThreadPlan(cores, cores, f"{cores} cores: engine and trainer take turns, each on all of them")
     engine = max(1, cores // 2)
     trainer = max(1, cores - engine)
-    return ThreadPlan(engine, trainer, f"{cores} cores, engine and trainer work side by side: {engine} and {trainer}")
+    reason = f"{cores} cores: {engine} for the engine and {trainer} for the trainer, which work at the same time"
+    return ThreadPlan(engine, trainer, reason)

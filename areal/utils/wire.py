@@ -43,17 +43,34 @@ PLAIN: dict[type, Callable[[Any], Any]] = {
     dict: dict,
 }
 """How a value of a subclass is made plain, by the class it comes from."""
+TakeApart = Callable[[Any], Iterable[Any]]
+"""The values that are sent in place of one."""
+Build = Callable[[list[Any]], Any]
+"""The value that these make. Raises TypeError or ValueError for those that nothing was taken apart into."""
 
 
 class Wire:
     """Packs plain values, tuples, arrays and values of `types`. Threads may share one."""
 
-    def __init__(self, types: Iterable[type] = (), omit: Mapping[type, Collection[str]] | None = None) -> None:
-        """`omit` names fields that are not sent; they come back as their default."""
+    def __init__(
+        self,
+        types: Iterable[type] = (),
+        omit: Mapping[type, Collection[str]] | None = None,
+        forms: "Mapping[type, tuple[TakeApart, Build]] | None" = None,
+    ) -> None:
+        """`omit` names fields that are not sent; they come back as their default, or as what a mapping makes for them.
+
+        `forms` says of types that do not travel field by field how they do.
+        """
         self._registered = list(types)
         self._forms: dict[type, _Form] = {tuple: _TUPLES}
         for cls in self._registered:
-            self._forms[cls] = _form_of_enum(cls) if issubclass(cls, Enum) else _form_of(cls, (omit or {}).get(cls, ()))
+            if forms is not None and cls in forms:
+                self._forms[cls] = _Form(cls.__name__, *forms[cls])
+            elif issubclass(cls, Enum):
+                self._forms[cls] = _form_of_enum(cls)
+            else:
+                self._forms[cls] = _form_of(cls, (omit or {}).get(cls, ()))
         self._by_name = {form.marker.data: form for form in (*self._forms.values(), _ARRAYS)}
         if len(self._by_name) <= len(self._forms):
             names = [cls.__name__ for cls in self._registered]
@@ -122,9 +139,7 @@ class Wire:
 class _Form:
     """How values of one type become a list and are rebuilt from it. Unpacking puts it in the place of its marker."""
 
-    def __init__(
-        self, name: str, take_apart: Callable[[Any], Iterable[Any]], build: Callable[[list[Any]], Any]
-    ) -> None:
+    def __init__(self, name: str, take_apart: TakeApart, build: Build) -> None:
         self.marker = msgpack.ExtType(FORM_CODE, name.encode())
         self.build = build
         self.take_apart = take_apart
@@ -200,7 +215,8 @@ def _form_of(cls: type, omitted: Collection[str]) -> _Form:
     fields = dataclasses.fields(cls)
     names = [field.name for field in fields if field.name not in omitted]
     is_slotted = hasattr(cls, "__slots__")
-    defaults = [(field.name, _default_of(field)) for field in fields if field.name in omitted]
+    made = omitted if isinstance(omitted, Mapping) else {}
+    defaults = [(field.name, made.get(field.name) or _default_of(field)) for field in fields if field.name in omitted]
 
     def build(values: list[Any]) -> Any:
         if len(values) != len(names):

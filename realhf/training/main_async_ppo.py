@@ -49,7 +49,7 @@ def _train(config_class: type[Any], words: list[str]) -> None:
     config, _ = load_expr_config(words, config_class)
     arguments = workflow_arguments(config)
     getLogger("realhf").warning(NOTICE)
-    from areal.trainer.ppo import PPOTrainer  # here, so that help and wrong settings need no torch
+    from areal.trainer.trainers import PPOTrainer  # here, so that help and wrong settings need no torch
     from realhf.episode import LegacyWorkflow
 
     with PPOTrainer(config) as trainer:

@@ -115,6 +115,66 @@ async def test_deadline_of_a_call_names_peer_and_method_and_cancels_the_handler(
     await asyncio.wait_for(sleeper.cancelled.wait(), 10)
 
 
+class Beginner:
+    """A handler that returns futures."""
+
+    def __init__(self, count: int) -> None:
+        self.futures: list[asyncio.Future[Any]] = []
+        self.all_begun = asyncio.Event()
+        self._count = count
+
+    def begin(self) -> asyncio.Future[Any]:
+        self.futures.append(asyncio.get_running_loop().create_future())
+        if len(self.futures) == self._count:
+            self.all_begun.set()
+        return self.futures[-1]
+
+
+async def test_a_future_that_a_handler_returns_is_answered_for_when_it_is_done(make_pair: Any) -> None:
+    beginner = Beginner(5)
+    caller, _ = await make_pair({"begin": beginner.begin})
+    calls = [asyncio.ensure_future(caller.call("begin", timeout_seconds=60)) for _ in range(5)]
+    await asyncio.wait_for(beginner.all_begun.wait(), 10)
+    futures = beginner.futures
+    futures[0].set_result([1])
+    futures[1].set_exception(ContextLengthError("too long"))
+    futures[2].set_result(object())
+    futures[3].cancel()
+    calls[4].cancel()
+    outcomes = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 10)
+    assert outcomes[0] == [1]
+    assert isinstance(outcomes[1], ContextLengthError)
+    assert "cannot send object" in str(outcomes[2])
+    assert isinstance(outcomes[3], RemoteError)
+    assert isinstance(outcomes[4], asyncio.CancelledError)
+    with pytest.raises(asyncio.CancelledError):  # its caller has left
+        await asyncio.wait_for(futures[4], 10)
+
+
+async def test_futures_of_handlers_are_cancelled_when_the_peer_is_gone(make_pair: Any) -> None:
+    beginner = Beginner(1)
+    caller, _ = await make_pair({"begin": beginner.begin})
+    call = asyncio.ensure_future(caller.call("begin", timeout_seconds=60))
+    await asyncio.wait_for(beginner.all_begun.wait(), 10)
+    await caller.close()
+    with pytest.raises(ChannelClosed):
+        await call
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(beginner.futures[0], 10)
+
+
+async def test_answers_of_futures_wait_while_the_peer_reads_too_slowly(make_pair: Any) -> None:
+    caller, listener = await make_pair({})
+    caller.handlers["note"] = lambda data: None
+    answered = asyncio.get_running_loop().create_future()
+    listener.handlers["large"] = lambda: answered
+    call = asyncio.ensure_future(caller.call("large", timeout_seconds=60))
+    while not listener.is_full:
+        listener.notify("note", bytes(1 << 20))
+    answered.set_result("at last")
+    assert await asyncio.wait_for(call, 30) == "at last"
+
+
 async def test_handler_that_cancels_itself_still_answers(make_pair: Any) -> None:
     async def give_up() -> None:
         raise asyncio.CancelledError

@@ -4,6 +4,7 @@ import asyncio
 import importlib
 import os
 import re
+import ssl
 import subprocess
 import sys
 import threading
@@ -21,6 +22,7 @@ from areal.infra import workflow_context
 from areal.infra.blocking_calls import remedy_for
 from areal.infra.stalls import (
     Callback,
+    Clocks,
     LoopBlocked,
     StallLog,
     StallWatch,
@@ -114,6 +116,52 @@ async def test_callback_that_other_processes_keep_from_running_is_not_blamed(mon
     assert (reported.began, reported.ended) == ([], [])
 
 
+PERIOD = 0.1
+
+
+@pytest.mark.parametrize(
+    ("passed", "lost"),
+    [
+        (Clocks(PERIOD), 0.0),  # it waits in a call, as in time.sleep
+        (Clocks(PERIOD, used=PERIOD), 0.0),
+        (Clocks(PERIOD, used=0.02, starved=0.08), 0.08),
+        (Clocks(1.0), 0.9),  # nobody could look: a thread with Python's lock had no processor
+        (Clocks(1.0, watch_starved=0.9), 0.9),
+        (Clocks(1.0, used=1.0), 0.0),
+        (Clocks(1.0, used=0.3, starved=0.65), 0.65),
+    ],
+)
+def test_time_counts_only_if_a_callback_waits_or_computes(passed: Clocks, lost: float) -> None:
+    assert passed.lost(PERIOD) == pytest.approx(lost)
+    assert Clocks(7, 3, 2, 1).since(Clocks(4, 2, 1, 1)) == Clocks(3, 1, 1, 0)
+
+
+def test_late_look_is_a_call_that_keeps_pythons_lock_only_if_it_was_not_for_a_processor() -> None:
+    assert Clocks(1.0, used=0.9).kept_lock(0.5)
+    assert not Clocks(1.0, used=0.9, watch_starved=0.8).kept_lock(0.5)  # many callbacks may have run meanwhile
+    assert not Clocks(1.0, used=0.1).kept_lock(0.5)
+
+
+async def test_callback_that_is_new_after_a_late_look_is_not_blamed_for_what_was_not_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reported = ReportedStalls()
+    monkeypatch.setattr("areal.infra.stalls.Clocks.kept_lock", lambda passed, seconds: False)
+    with reported.watching():
+        for _ in range(3):
+            re.match(r"(a+)+$", "a" * 22 + "b")  # the watching thread looks once, when it is over
+            await asyncio.sleep(0)
+    assert reported.began == []
+
+
+async def test_loading_certificates_is_no_fault_of_an_episode(monkeypatch: pytest.MonkeyPatch) -> None:
+    reported = ReportedStalls()
+    monkeypatch.setattr(ssl.SSLContext, "load_verify_locations", lambda *args, **named: time.sleep(3 * SECONDS))
+    with reported.watching():
+        ssl.create_default_context(cafile="some.pem")
+    assert reported.began == []
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="the kernel does not say it")
 def test_starvation_is_the_time_that_a_thread_waits_for_a_processor() -> None:
@@ -193,6 +241,24 @@ async def test_workflow_that_is_installed_like_a_library_is_found_by_who_calls_i
 )
 def test_remedy_fits_the_line(source: str, remedy: str) -> None:
     assert remedy in remedy_for(source, [])
+
+
+@pytest.mark.parametrize(
+    ("source", "modules", "remedy"),
+    [
+        (
+            "answer = client.responses.create()",
+            ["openai._client", "httpcore._sync.http11"],
+            "AsyncOpenAI",
+        ),
+        ("page = client.get(url)", ["httpx._client", "httpcore._sync.connection_pool"], "get_aiohttp_session()"),
+        ("x = await client.responses.create()", ["openai._base_client", "httpx._client"], "less computing at once"),
+        ("return await graph.ainvoke(messages)", ["langchain.chains"], "less computing at once"),
+        ("page = await fetch(url)", ["helpers", "requests.sessions"], "get_aiohttp_session()"),
+    ],
+)
+def test_remedy_fits_what_the_line_calls(source: str, modules: list[str], remedy: str) -> None:
+    assert remedy in remedy_for(source, modules)
 
 
 def stall(where: str, seconds: float) -> Stall:

@@ -4,11 +4,13 @@ import asyncio
 import itertools
 import random
 import threading
+from dataclasses import replace
 
 import pytest
 from fake_workers import DEADLINE_SECONDS, HeldWorker, PromptWorker, group, make_pipeline
 
 from areal.api.errors import GroupLost, NothingAccepted, ProcessDied, RejectReason, WeightMismatch, WorkflowError
+from areal.api.messages import GroupResult, Rejection
 
 
 async def soon(awaitable):
@@ -246,11 +248,73 @@ async def test_run_in_which_nothing_is_accepted_stops_with_the_cause(worker, cap
         await worker.until_running(number)
         worker.finish(group(number, episodes=0, rejected=2))
     with pytest.raises(
-        NothingAccepted, match=r"last 6 episodes.*agent_error 6.*the latest: Agent raised KeyError: 'x'"
+        NothingAccepted,
+        match=r"first 6 episodes all failed alike .*agent_error 6.*the latest: Agent raised KeyError: 'x'",
     ):
         await soon(batch)
     assert worker.running == []
     assert caplog.text.count("Agent raised KeyError") == 2
+    await pipeline.aclose()
+
+
+def rejected_at(reason, line=0):
+    trace = f'Traceback\n  File "agent.py", line {line}, in run\nKeyError: 1' if line else ""
+    return GroupResult(0, [], [Rejection(reason, "Agent raised", trace)], {})
+
+
+@pytest.mark.parametrize(
+    ("results", "ends"),
+    [
+        ([rejected_at(RejectReason.AGENT_ERROR, 7)] * 4, True),
+        ([rejected_at(RejectReason.TIMEOUT)] * 4, True),
+        ([rejected_at(RejectReason.AGENT_ERROR, line) for line in (7, 7, 7, 8)], False),
+        ([rejected_at(reason, 7) for reason in (RejectReason.AGENT_ERROR, RejectReason.REWARD_ERROR)] * 2, False),
+        ([rejected_at(RejectReason.FILTERED)] * 4, False),
+        ([group(0), *[rejected_at(RejectReason.AGENT_ERROR, 7)] * 4], False),
+    ],
+    ids=["at one line", "timeouts", "at two lines", "for two reasons", "filtered", "after one was accepted"],
+)
+async def test_only_a_run_that_begins_with_failures_of_one_kind_is_given_up_at_once(worker, results, ends):
+    pipeline = make_pipeline([worker], batch_size=1, max_staleness=100, max_running=1, max_idle_rejections=4)
+    pipeline.publish(0, "w0")
+    for number, result in enumerate(results):
+        await worker.until_running(number)
+        worker.finish(replace(result, task_id=number))
+    await until_idle()
+    taken = asyncio.ensure_future(pipeline.take(2))
+    await until_idle()
+    assert taken.done() == ends
+    if ends:
+        with pytest.raises(NothingAccepted, match=r"first 4 episodes all failed alike"):
+            await taken
+    taken.cancel()
+    await pipeline.aclose()
+
+
+async def test_what_fails_in_many_ways_is_given_up_after_eight_times_as_many(worker):
+    pipeline = make_pipeline([worker], batch_size=1, max_staleness=100, max_running=1, max_idle_rejections=2)
+    pipeline.publish(0, "w0")
+    taken = asyncio.ensure_future(pipeline.take(1))
+    for number in range(16):
+        assert not taken.done()
+        await worker.until_running(number)
+        worker.finish(replace(rejected_at(RejectReason.AGENT_ERROR, 1 + number), task_id=number))
+    with pytest.raises(NothingAccepted, match=r'last 16 episodes were all rejected(.|\n)*File "agent.py", line 16'):
+        await soon(taken)
+    await pipeline.aclose()
+
+
+async def test_evaluation_whose_first_episodes_all_fail_alike_stops_the_run(worker):
+    pipeline = make_pipeline([worker], batch_size=1, max_idle_rejections=3)
+    pipeline.publish(0, "w0")
+    evaluation = asyncio.ensure_future(pipeline.evaluate([{}] * 9, greedy=False, max_running=4))
+    for place in range(1, 4):
+        await until_idle()
+        worker.finish(replace(rejected_at(RejectReason.AGENT_ERROR, 7), task_id=-place))
+    with pytest.raises(NothingAccepted, match=r"first 3 evaluation episodes all failed alike"):
+        await soon(evaluation)
+    with pytest.raises(NothingAccepted):
+        await soon(pipeline.take(1))
     await pipeline.aclose()
 
 
@@ -401,14 +465,21 @@ async def test_evaluation_runs_each_task_once_during_training_and_keeps_the_orde
     pipeline = make_pipeline([worker])
     pipeline.publish(0, "w0")
     await worker.until_running(0, 1, 2, 3)
+    seen: list[int] = []
     evaluation = asyncio.ensure_future(
-        pipeline.evaluate([{"number": 7}, {"number": 8}, {"number": 9}], greedy=True, max_running=50)
+        pipeline.evaluate(
+            [{"number": 7}, {"number": 8}, {"number": 9}],
+            greedy=True,
+            max_running=50,
+            on_result=lambda result: seen.append(result.task_id),
+        )
     )
     await worker.until_running(0, 1, 2, 3, -1, -2, -3)
     for number in (-3, -1, -2):
         worker.finish(group(number, episodes=int(number != -2), rejected=int(number == -2)))
     results = await soon(evaluation)
     assert [result.task_id for result in results] == [-1, -2, -3]
+    assert sorted(seen) == [-3, -2, -1]
     assert [(task.is_eval, task.greedy, task.n_samples) for task in worker.tasks[4:]] == [(True, True, 1)] * 3
     assert pipeline.rejections.counts.total() == 0
     assert pipeline.evaluation_rejections.counts == {RejectReason.AGENT_ERROR: 1}

@@ -2,6 +2,7 @@
 
 import asyncio
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from areal.api.io_struct import Grammar, ModelRequest
 from areal.api.messages import Episode, GroupTask
 from areal.api.workflow_api import RolloutWorkflow
 from areal.config.rollout import GenerationHyperparameters
+from areal.engine.inference.fake import FakeEngine
 from areal.infra import workflow_context
 from areal.infra.workflow_context import WorkflowContext
 from areal.proxy import ArealOpenAI
@@ -268,3 +270,50 @@ async def test_greedy_episode_keeps_what_its_answers_are_held_to(play_workflow, 
     await play_workflow(Held(), greedy=True)
     (request,) = engine.requests
     assert (request.grammar, request.gconfig.greedy) == (digits, True)
+
+
+@pytest.mark.parametrize("build", [tensor_dict, short_form])
+async def test_rows_say_what_their_tokens_were_drawn_from(play_workflow, build):
+    episode = await play_workflow(Asking(build, top_p=0.9))
+    (row,) = episode.rows
+    (choices,) = row.choices
+    assert (choices.begin, choices.end) == (3, len(row.input_ids))
+    for token, left in zip(row.input_ids[3:].tolist(), choices.sets(), strict=True):
+        assert token in left
+    plain = await play_workflow(Asking(build))
+    assert plain.rows[0].choices == []
+
+
+async def test_the_beginning_of_an_answer_was_drawn_from_the_beginning_of_its_sets(play_workflow):
+    def shortened(response):
+        kept = response.output_tokens[:2]
+        return short_form(response, output_ids=torch.tensor(kept))
+
+    (row,) = (await play_workflow(Asking(shortened, top_k=3))).rows
+    (choices,) = row.choices
+    assert (choices.begin, choices.end, len(choices.sets())) == (3, 5, 2)
+
+
+async def test_tokens_that_no_call_has_drawn_are_refused_where_calls_have_limits(play_workflow):
+    def other_prompt(response):
+        return short_form(response, input_ids=torch.tensor([1, 2]))
+
+    rejection = await play_workflow(Asking(other_prompt, top_p=0.9))
+    assert rejection.reason == RejectReason.AGENT_ERROR
+    assert "must follow the prompt that they were drawn after" in rejection.detail
+    assert isinstance(await play_workflow(Asking(other_prompt)), Episode)
+
+
+async def test_answers_of_an_engine_that_does_not_report_its_sets_are_not_trained(engine, tokenizer):
+    async def unreported(request):
+        answer = await FakeEngine.agenerate(engine, request)
+        return replace(answer, choices=replace(answer.choices, sizes=None, ids=None, unreported="vLLM"))
+
+    engine.agenerate = unreported
+    runner = WorkflowRunner(Asking(tensor_dict, top_p=0.9), engine, tokenizer)
+    outcomes = [
+        (await run_episode(runner, {}, WorkflowContext(is_eval=is_eval), greedy=False, seconds=20))[0]
+        for is_eval in (False, True)
+    ]
+    assert "asked for top_p or top_k: vLLM does not report what these leave" in outcomes[0].detail
+    assert isinstance(outcomes[1], Episode)

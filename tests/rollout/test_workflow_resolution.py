@@ -17,6 +17,7 @@ from areal.api.errors import WorkflowError
 from areal.api.reward_api import AsyncRewardWrapper
 from areal.api.workflow_api import RolloutWorkflow
 from areal.config.rollout import GenerationHyperparameters
+from areal.rollout import loading
 from areal.rollout.loading import Fillers, WorkflowSpec, check, is_rollout_workflow, load
 
 TOKENIZER = object()
@@ -116,7 +117,7 @@ def my_module(tmp_path, monkeypatch):
 def loaded(target, kwargs=None, **fillers):
     """What a worker makes of it, after the way there."""
     spec = WorkflowSpec(target, kwargs or {})
-    check(spec)
+    check(spec, fillers.get("reward_fn", ""))
     return load(WorkflowSpec.unpack(spec.pack()), Fillers(**{"gconfig": GCONFIG, "tokenizer": TOKENIZER, **fillers}))
 
 
@@ -447,3 +448,25 @@ def test_an_agent_that_takes_no_reward_function_is_given_none() -> None:
         by_value=True, reward_fn="areal.reward.exact_match_reward"
     )
     assert pickle.loads(packed).kwargs == {}
+
+
+def test_an_episode_is_a_row_only_where_its_own_class_says_how() -> None:
+    class InRows(RolloutWorkflow):
+        async def arun_episode(self, engine, data):
+            return None
+
+        async def arun_row(self, engine, data):
+            return None
+
+    class Heir(InRows):
+        pass
+
+    class Anew(Heir):
+        async def arun_episode(self, engine, data):
+            return await super().arun_episode(engine, data)
+
+    changed = InRows()
+    changed.arun_episode = lambda engine, data: None
+    called = [loading.episode_function(each).__name__ for each in (InRows(), Heir(), Anew(), changed)]
+    assert called == ["arun_row", "arun_row", "arun_episode", "<lambda>"]
+    assert loading.episode_function(episode_function) is episode_function

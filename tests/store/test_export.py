@@ -17,6 +17,7 @@ from areal.store.records import StepRecord
 from areal.store.schema import STORE_FILE
 from areal.store.writer import StoreWriter
 from areal.trainer.logs import RolloutLog
+from areal.utils.installing import install_hint
 from tests.store.test_store import episode, group, row, step_of
 
 NODE = Node(None, False, [], {"role": "assistant", "content": "on a branch"}, None, "stop", [], 0.0, 0.5)
@@ -26,7 +27,7 @@ ODD = [{"role": "assistant", "content": "half \ud800 of a pair", "number": 2**70
 def trained(sent: Episode) -> list[TrainedRow]:
     tokens = sent.trained_tokens
     logprobs = np.linspace(-1, 0, tokens, dtype=np.float32)
-    return [TrainedRow(logprobs=logprobs, advantages=np.full(tokens, 0.5, np.float32))]
+    return [TrainedRow(np.full(tokens, 0.5, np.float32), logprobs, -logprobs)]
 
 
 def write_run(store: StoreWriter) -> None:
@@ -88,12 +89,12 @@ def test_parquet_holds_the_same(run: Path) -> None:
         one["turns"] = [[turn["asked"], turn["answered"], turn["tokens"]] for turn in one["turns"]]
         for each in one["rows"]:
             each["images"] = [base64.b64encode(image).decode() for image in each["images"]]
-            for name in ("advantages", "trainer_logprobs"):
+            for name in ("advantages", "trainer_logprobs", "entropies"):
                 each[name] = each[name] and [None if value != value else value for value in each[name]]
-            for name in ("logprobs", "trainer_logprobs"):
+            for name in ("logprobs", "trainer_logprobs", "entropies"):
                 each[name] = each[name] and [value and np.float32(value) for value in each[name]]
         for each in other["rows"]:
-            for name in ("logprobs", "trainer_logprobs"):
+            for name in ("logprobs", "trainer_logprobs", "entropies"):
                 each[name] = each[name] and [value and np.float32(value) for value in each[name]]
         assert one == other
     figures = parquet.read_table(run / "export/metrics.parquet").to_pylist()
@@ -105,7 +106,7 @@ def test_parquet_without_pyarrow_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
     assert command.main(["export", str(run), "--format", "parquet"]) == 2
-    assert capsys.readouterr().err.endswith("; pip install areal[datasets]\n")
+    assert capsys.readouterr().err.endswith(f"; {install_hint('datasets')}\n")
     assert not (run / "export").exists()
 
 

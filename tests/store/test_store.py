@@ -15,8 +15,10 @@ import numpy as np
 import pytest
 
 from areal.api.errors import RejectReason
+from areal.api.io_struct import Choices
 from areal.api.messages import Episode, GroupResult, Node, Rejection, Row, TrainedRow
 from areal.infra.status import of_wait
+from areal.store.blobs import columns_of
 from areal.store.reader import StoreReader
 from areal.store.records import StepRecord
 from areal.store.schema import MIGRATIONS, STORE_FILE, StoreError
@@ -110,6 +112,7 @@ def test_a_batch_keeps_its_order(tmp_path: Path) -> None:
         assert (step.digest, step.account) == ("digest 1", {"calls": 3})
 
 
+@pytest.mark.slow
 def test_what_was_committed_survives_a_kill(tmp_path: Path) -> None:
     script = (
         "import os, signal, sys; sys.path.insert(0, sys.argv[2])\n"
@@ -335,3 +338,21 @@ def test_a_store_in_a_directory_that_cannot_be_written_to_is_read(
     with StoreReader(tmp_path) as reader:
         assert reader.states() == {"ready": 1}
     assert [path.name for path in tmp_path.iterdir()] == [STORE_FILE]
+
+
+def test_what_tokens_were_drawn_from_comes_back_and_costs_nothing_where_it_was_everything(tmp_path: Path) -> None:
+    ordinary, drawn = group(1), group(2)
+    sizes, ids = np.array([2, 1], np.int32), np.array([3, 9, 4], np.int32)
+    first, second = (each.rows[0] for each in drawn.episodes)
+    first.choices = [Choices(4, 6, sizes=sizes, ids=ids), Choices(6, 8, greedy=True)]
+    second.choices = [Choices(4, 8, grammar_kind="lark", grammar_text='start: "a"', stops=[7], min_new_tokens=2)]
+    with StoreWriter(tmp_path) as store:
+        store.ready(ordinary)
+        store.ready(drawn)
+        store.step(step_of(1, 1, 2))
+    with StoreReader(tmp_path) as reader:
+        back = reader.batch(1)
+        assert reader.altered(1) == []
+    assert back is not None
+    assert [same(*pair) for pair in zip(back, (ordinary, drawn), strict=True)] == [True, True]
+    assert "choices" not in columns_of([each.rows for each in ordinary.episodes])

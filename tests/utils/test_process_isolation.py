@@ -9,9 +9,9 @@ import struct
 import subprocess
 import sys
 import textwrap
+import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ import pytest
 from process_end import ended_within
 
 from areal.utils.process_pool import worker
+from areal.utils.process_pool.calls import PoolCall
 from areal.utils.process_pool.channel import RESULTS, TOKEN_BYTES, PoolFrame
 from areal.utils.process_pool.descendants import children_of
 from areal.utils.process_pool.pool import CallCrashed, CallTimeout, PackedFunction, ProcessPool, ResultRefused
@@ -539,14 +540,15 @@ def test_everything_ends_when_the_process_of_the_pool_is_killed(tmp_path: Path) 
     assert all(ended_within(pid, 10.0) for pid in pids)
 
 
-async def test_future_cancelled_by_another_thread_ends_its_waiter_and_no_other() -> None:
-    class Recording(ProcessPool):
-        def submit(self, *args: Any, **kwargs: Any) -> "Future[Any]":
-            made.append(super().submit(*args, **kwargs))
-            return made[-1]
+async def test_future_cancelled_by_another_thread_ends_its_waiter_and_no_other(monkeypatch: Any) -> None:
+    class Recorded(PoolCall):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            made.append(self)
 
-    made: list[Future[Any]] = []
-    with Recording(1) as pool:
+    made: list[Recorded] = []
+    monkeypatch.setattr("areal.utils.process_pool.pool.PoolCall", Recorded)
+    with ProcessPool(1) as pool:
         hanging = asyncio.ensure_future(pool.run(signal.pause, timeout_seconds=LONG_SECONDS))
         good = [asyncio.ensure_future(pool.run(math.sqrt, (4.0,), timeout_seconds=LONG_SECONDS)) for _ in range(3)]
         await asyncio.sleep(0)
@@ -575,3 +577,18 @@ def test_server_that_is_asked_to_end_meanwhile_still_tells_how_its_worker_ended(
     os.kill(server, signal.SIGCONT)
     assert "SIGXCPU" in str(future.exception(LONG_SECONDS))
     assert pool.supervisors() == [server]
+
+
+def stop_the_server() -> None:
+    os.kill(os.getppid(), signal.SIGSTOP)
+
+
+def test_worker_that_stops_its_server_delays_nobody_and_does_not_hold_up_the_end() -> None:
+    before = set(threading.enumerate())
+    with ProcessPool(1) as pool:
+        pool.submit(stop_the_server, timeout_seconds=LONG_SECONDS).result(LONG_SECONDS)
+        crash = pool.submit(os._exit, (3,), timeout_seconds=LONG_SECONDS).exception(LONG_SECONDS)
+        assert "exit status 3" in str(crash)
+        assert pool.submit(math.sqrt, (4.0,), timeout_seconds=LONG_SECONDS).result(LONG_SECONDS) == 2.0
+        pool.submit(stop_the_server, timeout_seconds=LONG_SECONDS).result(LONG_SECONDS)
+    assert set(threading.enumerate()) <= before

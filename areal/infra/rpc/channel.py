@@ -8,7 +8,8 @@ Invariants:
 - a frame that the peer did not seal ends the channel, and nothing of it is looked at;
 - calls and answers wait while the peer reads too slowly.
 
-Asynchronous handlers run as tasks that the channel owns. Synchronous ones run inside the reader, so they must return at
+Asynchronous handlers run as tasks that the channel owns; a future that one returns is answered for when it is done, and
+cancelled like a task. Synchronous ones run inside the reader, so they must return at
 once and little. An exception crosses the channel as itself if it is one of `areal.api.errors`, else as `RemoteError`.
 A channel never reconnects: a new connection is a new channel.
 """
@@ -21,6 +22,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import suppress
 from enum import IntEnum
+from functools import partial
 from typing import Any, NamedTuple
 
 from areal.api import errors
@@ -82,8 +84,8 @@ class Channel:
         self._loop = asyncio.get_running_loop()
         self._ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Any]] = {}
-        self._running: dict[int, asyncio.Task[None]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._running: dict[int, asyncio.Future[Any]] = {}
+        self._tasks: set[asyncio.Future[Any]] = set()
         self._closed: asyncio.Future[str] = self._loop.create_future()
         self._reading = self._loop.create_task(
             self._read(reader, _MessageReader(opener, max_frame_bytes)), name=f"read from {peer}"
@@ -100,16 +102,24 @@ class Channel:
 
     async def call(self, method: str, *args: Any, timeout_seconds: float | None) -> Any:
         """Run the peer's handler `method` and return its answer; None = the caller's own deadline governs."""
-        call_id = next(self._ids)
         request = self._wire.pack([method, *args])
+        if timeout_seconds is None:
+            return await self._ask(request)
         try:
             async with asyncio.timeout(timeout_seconds):
-                await self.drain()
-                self._messages.send(_Kind.CALL, call_id, request)
-                answer = self._waiting[call_id] = self._loop.create_future()
-                return await answer
+                return await self._ask(request)
         except TimeoutError:
             raise TimeoutError(f"{self.peer} did not answer {method!r} within {timeout_seconds} s") from None
+
+    async def _ask(self, request: bytes) -> Any:
+        self._require_open()
+        if self.is_full:
+            await self.drain()
+        call_id = next(self._ids)
+        self._messages.send(_Kind.CALL, call_id, request)
+        answer = self._waiting[call_id] = self._loop.create_future()
+        try:
+            return await answer
         finally:
             if self._waiting.pop(call_id, None) is not None and self.is_open:
                 self._messages.send(_Kind.CANCEL, call_id)
@@ -118,6 +128,11 @@ class Channel:
         """Run the peer's handler `method` without waiting. Between many of these, await `drain()`."""
         self._require_open()
         self._messages.send(_Kind.NOTIFY, 0, self._wire.pack([method, *args]))
+
+    @property
+    def is_full(self) -> bool:
+        """Much is unsent because the peer reads too slowly: `drain` would wait."""
+        return self._messages.is_full
 
     async def drain(self) -> None:
         """Wait while much is unsent because the peer reads too slowly."""
@@ -188,11 +203,34 @@ class Channel:
         return self.handlers[method]
 
     def _start(self, message: "_Message", outcome: Awaitable[Any]) -> None:
-        task = self._loop.create_task(self._run(message, outcome))
+        if isinstance(outcome, asyncio.Future):
+            task: asyncio.Future[Any] = outcome
+            task.add_done_callback(partial(self._ended, message))
+        else:
+            task = self._loop.create_task(self._run(message, outcome))
+            task.add_done_callback(partial(self._forget, outcome))
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
         if message.kind is _Kind.CALL:
             self._running[message.call_id] = task
+
+    def _forget(self, outcome: Awaitable[Any], task: asyncio.Future[Any]) -> None:
+        self._tasks.discard(task)
+        if inspect.iscoroutine(outcome):
+            outcome.close()  # of a task that was cancelled before its first step, it has not begun
+
+    def _ended(self, message: "_Message", outcome: asyncio.Future[Any]) -> None:
+        """Answer with what a handler's future has come to."""
+        self._tasks.discard(outcome)
+        is_awaited = self._running.pop(message.call_id, None) is not None
+        if outcome.cancelled():
+            if is_awaited:  # it cancelled itself: the caller still waits
+                self._answer_error(message, asyncio.CancelledError())
+        elif (error := outcome.exception()) is not None:
+            self._answer_error(message, error)
+        elif self.is_full and self.is_open:
+            self._start(message, _done(outcome.result()))
+        else:
+            self._answer(message, outcome.result())
 
     async def _run(self, message: "_Message", outcome: Awaitable[Any]) -> None:
         try:
@@ -237,6 +275,10 @@ class Channel:
         for task in (self._tasks | {self._reading}) - {asyncio.current_task()}:
             task.cancel()
         self._messages.close()
+
+
+async def _done(result: Any) -> Any:
+    return result
 
 
 def _dump_error(error: BaseException) -> list[str]:
@@ -301,10 +343,14 @@ class _MessageWriter:
         if self._gathered_bytes > FLUSH_BYTES:  # the transport must see it, or `drain` would let the whole tick through
             self._flush()
 
+    @property
+    def is_full(self) -> bool:
+        return self._writer.transport.get_write_buffer_size() > UNSENT_BYTES
+
     async def drain(self) -> None:
         """Wait while more than `UNSENT_BYTES` are unsent."""
         # All waiters wake together, so each looks again: the first of them may have filled the buffer.
-        while self._writer.transport.get_write_buffer_size() > UNSENT_BYTES:
+        while self.is_full:
             await self._writer.drain()
 
     def close(self) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from areal.api.errors import PlacementRefused
 from areal.infra.scheduler.base import Ask, KeeperStart, child_environment
+from areal.utils.installing import install_hint
 from areal.utils.process_pool.descendants import children_of
 
 MIB = 1 << 20
@@ -64,7 +65,7 @@ class RayLauncher:
             import ray.util
         except ImportError:
             raise PlacementRefused(
-                "scheduler.type=ray needs Ray, which is not installed; pip install 'areal[ray]'"
+                f"scheduler.type=ray needs Ray, which is not installed; {install_hint('ray')}"
             ) from None
         if not ray.is_initialized():
             try:

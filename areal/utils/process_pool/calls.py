@@ -1,4 +1,4 @@
-"""One call on its way to a worker process: the packed function, its packed arguments, the future, and its failures.
+"""One call on its way to a worker process: the packed function, its packed arguments, and its failures.
 
 CallError
 ├── CallTimeout        it ran past its deadline and its process was killed
@@ -103,40 +103,44 @@ class Killable(Protocol):
     def kill(self) -> None: ...
 
 
-class PoolCall:
-    """A call and its future, which can be cancelled until it is settled, even while the function runs."""
+class PoolCall(Future[Any]):
+    """A call, and the future of its result, which can be cancelled until it is settled, even while the function runs.
+
+    One object, because two that know each other would be left to the garbage collector, call by call.
+    """
 
     def __init__(self, function: PackedFunction, arguments: bytes, timeout_seconds: float) -> None:
+        super().__init__()
         self.function = function
         self.arguments = arguments
         self.timeout_seconds = timeout_seconds
-        # Never marked as running before it is settled, since a running Future cannot be cancelled.
-        self.future: Future[Any] = Future()
         self._lock = threading.Lock()
         self._process: Killable | None = None
-        self.future.add_done_callback(self._kill_if_cancelled)
 
-    def kill_on_cancel(self, process: Killable | None) -> None:
-        """From now on, cancelling the future kills `process`; None = it kills nothing."""
-        with self._lock:
-            self._process = process
-            if process is not None and self.future.cancelled():
-                process.kill()
-
-    def settle(self, result: Any = None, error: BaseException | None = None) -> None:
-        """Complete the future, unless it was cancelled."""
-        if not self.future.set_running_or_notify_cancel():
-            return
-        if error is not None:
-            self.future.set_exception(error)
-        else:
-            self.future.set_result(result)
-
-    def _kill_if_cancelled(self, future: "Future[Any]") -> None:
-        if future.cancelled():
+    def cancel(self) -> bool:
+        # Never marked as running before it is settled, since a running Future cannot be cancelled.
+        cancelled = super().cancel()
+        if cancelled:
             with self._lock:
                 if self._process is not None:
                     self._process.kill()
+        return cancelled
+
+    def kill_on_cancel(self, process: Killable | None) -> None:
+        """From now on, cancelling it kills `process`; None = it kills nothing."""
+        with self._lock:
+            self._process = process
+            if process is not None and self.cancelled():
+                process.kill()
+
+    def settle(self, result: Any = None, error: BaseException | None = None) -> None:
+        """Complete it, unless it was cancelled."""
+        if not self.set_running_or_notify_cancel():
+            return
+        if error is not None:
+            self.set_exception(error)
+        else:
+            self.set_result(result)
 
 
 def _pack(value: Any, name: str, what: str) -> bytes:

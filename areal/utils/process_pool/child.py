@@ -64,6 +64,7 @@ class Child:
 
     def __init__(self, server: ForkServer, limits: Limits, load_seconds: float) -> None:
         """`load_seconds` bounds the loading of a function, and of the arguments of one call."""
+        self._server = server
         ours, theirs = socket.socketpair()
         self._channel = PoolChannel(ours, TOKEN_BYTES + MOST_RESULT_BYTES)
         self._claims = Claims.new()
@@ -163,6 +164,7 @@ class Child:
             self._ended = True
         self._channel.close()
         self._claims.close()
+        self._server.wake()  # it is the one who tells
         self._status = self._process.wait(_END_SECONDS)
         self._process.close()
         return self._status

@@ -117,6 +117,7 @@ class ForkServer:
                 if self._closed:
                     raise OSError(errno.ESHUTDOWN, "the fork server was closed")
                 if self._process is not None and self._process.poll() is None:
+                    self.wake()
                     with suppress(ConnectionError):  # it has died meanwhile; another will do
                         return self._ask(request, fds)
                 self._end()
@@ -125,9 +126,16 @@ class ForkServer:
         finally:
             os.close(directory_fd)
 
+    def wake(self) -> None:
+        """Let it go on if somebody has stopped it: its workers may signal it, and they run code that is not ours."""
+        with self._lock:
+            if self._process is not None:
+                self._process.send_signal(signal.SIGCONT)
+
     def close(self) -> None:
         """End the server, and with it every process that it started; harmless when repeated."""
         self._closed = True
+        self.wake()
         self._end()
 
     def _end(self) -> None:

@@ -68,7 +68,7 @@ class ProcessPool(Closing):
         self._workers = Workers(self.size, limits or Limits(), load_seconds)
         # Threads hold the workers, not the pool, so dropping the pool closes it. At interpreter exit finalize runs too.
         self._finalizer = weakref.finalize(self, self._workers.close)
-        self._results: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopResults] = weakref.WeakKeyDictionary()
+        self._loop_calls: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopCalls] = weakref.WeakKeyDictionary()
 
     def submit(
         self,
@@ -82,12 +82,9 @@ class ProcessPool(Closing):
 
         The future ends with the result or a `CallError`. Cancelling it takes it from the queue or kills its process.
         """
-        if timeout_seconds <= 0:
-            raise ValueError(f"timeout_seconds must be > 0, got {timeout_seconds}")
-        packed = function if isinstance(function, PackedFunction) else PackedFunction.of(function)
-        call = PoolCall(packed, packed.pack_arguments(args, kwargs or {}), timeout_seconds)
-        self._workers.add(call)
-        return call.future
+        call = _new_call(function, args, kwargs, timeout_seconds)
+        self._workers.add([call])
+        return call
 
     async def run(
         self,
@@ -98,8 +95,11 @@ class ProcessPool(Closing):
         timeout_seconds: float,
     ) -> Any:
         """`submit`, awaited. Cancelling it cancels the call."""
-        results = self._results.setdefault(asyncio.get_running_loop(), _LoopResults())
-        return await results.of(self.submit(function, args, kwargs, timeout_seconds=timeout_seconds))
+        loop = asyncio.get_running_loop()
+        calls = self._loop_calls.get(loop)
+        if calls is None:
+            calls = self._loop_calls[loop] = _LoopCalls(self._workers)
+        return await calls.result(_new_call(function, args, kwargs, timeout_seconds))
 
     def pids(self) -> list[int]:
         """The worker processes that are alive now."""
@@ -118,26 +118,49 @@ class ProcessPool(Closing):
         self._finalizer()
 
 
-class _LoopResults:
-    """Results on their way from the pool's threads to one event loop, which is woken once for all that have arrived.
+def _new_call(
+    function: Callable[..., Any] | PackedFunction,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    timeout_seconds: float,
+) -> PoolCall:
+    if timeout_seconds <= 0:
+        raise ValueError(f"timeout_seconds must be > 0, got {timeout_seconds}")
+    packed = function if isinstance(function, PackedFunction) else PackedFunction.of(function)
+    return PoolCall(packed, packed.pack_arguments(args, kwargs or {}), timeout_seconds)
 
-    Waking a loop costs a system call and a fight for the interpreter; one per result (`asyncio.wrap_future`) costs more
-    than a small call. Invariant: while something is in `_arrived`, a `_deliver` is due in the loop.
+
+class _LoopCalls:
+    """Calls of one event loop on their way to the pool's threads, and their results on the way back.
+
+    Calls of one turn of the loop leave together, and the loop is woken once for all results that have arrived. Waking a
+    thread or a loop costs a system call and a fight for the interpreter; one per result (`asyncio.wrap_future`) costs
+    more than a small call. Invariant: while something is in `_arrived`, a `_deliver` is due in the loop.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, workers: Workers) -> None:
+        self._workers = workers
+        self._leaving: list[PoolCall] = []
         self._arrived: deque[tuple[asyncio.Future[Any], Future[Any]]] = deque()
         self._due = False
 
-    async def of(self, future: "Future[Any]") -> Any:
-        """What `future` ends with, awaited in the running loop. Cancelling this cancels it."""
-        waiter = asyncio.get_running_loop().create_future()
-        future.add_done_callback(lambda done: self._put(waiter, done))
+    async def result(self, call: PoolCall) -> Any:
+        """What `call` ends with, awaited in the running loop. Cancelling this cancels it."""
+        loop = asyncio.get_running_loop()
+        waiter = loop.create_future()
+        call.add_done_callback(lambda done: self._put(waiter, done))
+        if not self._leaving:
+            loop.call_soon(self._send)
+        self._leaving.append(call)
         try:
             return await waiter
         except asyncio.CancelledError:
-            future.cancel()
+            call.cancel()
             raise
+
+    def _send(self) -> None:
+        calls, self._leaving = self._leaving, []
+        self._workers.add(calls)
 
     def _put(self, waiter: "asyncio.Future[Any]", done: "Future[Any]") -> None:
         loop = waiter.get_loop()

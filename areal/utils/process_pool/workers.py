@@ -59,12 +59,16 @@ class Workers:
         self._owner = os.getpid()
         self.closed = False
 
-    def add(self, call: PoolCall) -> None:
+    def add(self, calls: Sequence[PoolCall]) -> None:
+        """Those that come together are sent together: a thread that is woken by the first alone takes it alone."""
         with self._lock:
-            if self.closed:
-                raise PoolClosed(f"{call.function.name} was submitted to a closed process pool; make another")
-            self._queue.append(call)
-            self._wake_for(1)
+            if not self.closed:
+                self._queue.extend(calls)
+                self._wake_for(len(calls))
+                return
+        for call in calls:
+            name = call.function.name
+            call.settle(error=PoolClosed(f"{name} was submitted to a closed process pool; make another"))
 
     def put_back(self, calls: list[PoolCall]) -> None:
         """Calls that were taken and did not begin, to be run before all others."""
@@ -152,7 +156,7 @@ class Workers:
         self._server.close()  # last: it says how the others ended
 
     def _wake_for(self, count: int) -> None:
-        if len(self._threads) < self._size and len(self._queue) > sum(not thread.calls for thread in self._threads):
+        while len(self._threads) < self._size and len(self._queue) > sum(not thread.calls for thread in self._threads):
             thread = _WorkerThread(self)
             thread.start()
             self._threads.append(thread)
@@ -168,7 +172,7 @@ class Workers:
             if calls and (call.function.digest != calls[0].function.digest or len(call.arguments) > bytes_left):
                 break
             self._queue.popleft()
-            if call.future.cancelled():
+            if call.cancelled():
                 call.settle()
                 continue
             calls.append(call)
