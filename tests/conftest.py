@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from areal.utils.logging import getLogger
+
 with suppress(ImportError):  # not every environment has it
     from hypothesis import HealthCheck, settings
 
@@ -26,6 +28,7 @@ MODEL_FIXTURES = {"tiny_math"}
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    getLogger()  # pytest listens only to loggers that are set up when a test begins
     if _is_fast(config):
         config.pluginmanager.register(_NoProcesses())
 

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 HISTORY = {"docs/log.md", "CHANGELOG.md"}
 ALL_PAGES = [
     path.relative_to(ROOT).as_posix()
-    for pattern in ("*.md", "docs/*.md", "examples/*/README.md", ".claude/skills/*/SKILL.md")
+    for pattern in ("*.md", "docs/**/*.md", "examples/*/README.md", ".claude/skills/*/SKILL.md")
     for path in sorted(ROOT.glob(pattern))
 ]
 PAGES = [page for page in ALL_PAGES if page not in HISTORY]
@@ -48,6 +48,17 @@ def test_links_on_the_page_lead_somewhere(page: str) -> None:
         if not path.exists() or (anchor and anchor not in _anchors(path)):
             broken.append(f"{target}#{anchor}")
     assert broken == []
+
+
+def test_site_has_a_place_for_every_page() -> None:
+    named = re.findall(r"(?<=: )\S+\.md$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(named) == sorted(page.removeprefix("docs/") for page in ALL_PAGES if page.startswith("docs/"))
+
+
+@pytest.mark.parametrize("page", [page for page in ALL_PAGES if page.startswith("docs/")])
+def test_pages_of_the_site_link_to_nothing_outside_of_it(page: str) -> None:
+    targets = [(ROOT / page).parent / target for target, _ in LINK.findall(_text(page)) if target]
+    assert [str(target) for target in targets if not target.resolve().is_relative_to(ROOT / "docs")] == []
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,7 @@ def needs_agents_extra(dotted: str) -> bool:
 @pytest.mark.parametrize(("module", "name"), PROMISED)
 def test_promised_name_imports(module: str, name: str) -> None:
     if needs_agents_extra(name):
-        pytest.skip("MathToolAgent needs the agents extra: pip install areal[agents]")
+        pytest.skip("MathToolAgent needs the agents extra: pip install areal-agents[agents]")
     assert getattr(importlib.import_module(module), name) is not None
 
 
@@ -163,7 +163,7 @@ def _spelled(parameter: inspect.Parameter, promised: str) -> str:
 @pytest.mark.parametrize("dotted", AWAITABLE)
 def test_promised_coroutine_is_one(dotted: str) -> None:
     if needs_agents_extra(dotted):
-        pytest.skip("MathToolAgent needs the agents extra: pip install areal[agents]")
+        pytest.skip("MathToolAgent needs the agents extra: pip install areal-agents[agents]")
     assert inspect.iscoroutinefunction(find(dotted))
 
 

@@ -49,7 +49,7 @@ ENDS = {
         "areal/engine/inference/http_server.py ServerProcess._wait",
     ],
     "the deadline of the call or of the episode, or the end of the engine": [
-        "areal/engine/inference/remote.py RemoteEngine.agenerate",
+        "areal/engine/inference/remote.py RemoteEngine._answer",
         "areal/engine/inference/remote.py RemoteEngine.astream",
     ],
     "an engine serves until the driver hangs up": [
@@ -112,12 +112,18 @@ ENDS = {
         "realhf/episode.py _GenerationService._serve",
         "realhf/impl/agent/math_multi_turn_agent.py MathMultiTurnAgent.collect_trajectory",
     ],
+    "every choice of the call has a deadline, and tells of its end": [
+        "areal/proxy/generation.py Generation._chunks_of_all",
+    ],
+    "a tracker's thread waits for figures until it is asked to end, and a run does not wait for it": [
+        "areal/trainer/trackers.py _Sender._work",
+    ],
     "the future is done": [
         "areal/engine/inference/grammar.py GrammarCompiler.begin",
         "areal/engine/inference/grammar.py _verdict",
         "areal/infra/rpc/host_weights.py _give_back",
         "areal/infra/rpc/host_weights.py _lock",
-        "areal/utils/process_pool/pool.py _LoopResults._deliver",
+        "areal/utils/process_pool/pool.py _LoopCalls._deliver",
     ],
     "the future is done, or its trial has a deadline": [
         "areal/engine/inference/grammar.py GrammarCompiler.begin_now",

