@@ -4,6 +4,7 @@ import ast
 import functools
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -309,3 +310,16 @@ def test_the_picture_in_the_docs_is_this_one() -> None:
             packages = line.strip().partition("  ")[0]
             drawn.append([package.strip().rstrip("/") for package in packages.split("|")])
     assert drawn == LAYERS
+
+
+def test_modules_that_pytest_imports_together_have_names_of_their_own() -> None:
+    """The directories of tests are no packages, so pytest knows a module by its file name alone. The second of one name
+    is an error, which a run reports when everything else has passed."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+    apart = set(settings["norecursedirs"])
+    by_name: dict[str, list[str]] = {}
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        where = path.relative_to(ROOT / "tests")
+        if where.parts[0] not in apart and path.name not in ("conftest.py", "__init__.py"):
+            by_name.setdefault(path.name, []).append(where.as_posix())
+    assert [places for places in by_name.values() if len(places) > 1] == []

@@ -21,6 +21,8 @@ from areal.proxy.types import Call
 from areal.trajectory.parsers import AnswerFormat, ParsedAnswer, ToolCall
 from areal.trajectory.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
 
+pytestmark = pytest.mark.slow  # a grammar is first tried in a process of its own
+
 END = 2
 THINKING = REASONING_PARSERS["think"]
 MARKS = [

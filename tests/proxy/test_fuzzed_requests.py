@@ -198,6 +198,7 @@ async def test_session_routes_repeat_at_most_200_characters(proxy):
         assert answer.text.count(MARK) <= 200
 
 
+@pytest.mark.slow
 async def test_grammar_and_template_errors_repeat_at_most_200_characters(start_proxy, engine):
     engine._constrained = True
     proxy = await start_proxy()
