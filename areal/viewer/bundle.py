@@ -30,14 +30,18 @@ def write_bundle(runs: Runs, target: Path, chosen: EpisodeFilter, most_episodes:
         raise ArealError(f"a bundle is a new directory, but {target} is a file; choose another")
     if target.exists() and any(target.iterdir()) and not (target / MARK).exists():
         raise ArealError(f"a bundle is a new directory, but {target} has other files; choose another")
+    found = [runs.facts(run) for run in runs.find().values()]
+    readable = [facts for facts in found if facts.state != "unreadable"]
+    if not readable:
+        why = "; ".join(f"{facts.run.directory}: {facts.verdict}" for facts in found)
+        said = f"found none ({why})" if why else "found none"
+        raise ArealError(f"a bundle needs a run that can be read, {said}; give a run's directory")
     shutil.rmtree(target, ignore_errors=True)
     pages = _Pages(target)
     (target / ASSETS).mkdir(parents=True)
     (target / MARK).touch()  # first, so that what a full disk has cut short can be written again
     for each in STATIC.iterdir():
         shutil.copyfile(each, target / ASSETS / each.name)
-    found = [runs.facts(run) for run in runs.find().values()]
-    readable = [facts for facts in found if facts.state != "unreadable"]
     pages.write("index.html", run_pages.runs_page(Links("./"), found))
     compared = []
     for facts in readable:

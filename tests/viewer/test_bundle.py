@@ -11,6 +11,7 @@ import pytest
 from areal.api.errors import ArealError
 from areal.cli.main import main
 from areal.store.filters import parse_filter
+from areal.store.schema import STORE_FILE
 from areal.store.search import ALL
 from areal.viewer.bundle import write_bundle
 from areal.viewer.runs import Runs
@@ -94,3 +95,15 @@ def test_a_bundle_does_not_take_the_place_of_a_file(runs: Path, tmp_path: Path) 
     with pytest.raises(ArealError, match="is a file; choose another"):
         write_bundle(Runs([runs]), tmp_path / "notes", ALL, 1)
     assert (tmp_path / "notes").read_text() == "kept"
+
+
+def test_without_a_run_that_can_be_read_there_is_no_bundle_and_the_old_one_stays(runs: Path, tmp_path: Path) -> None:
+    target, damaged = tmp_path / "pages", tmp_path / "runs" / "experiment" / "trial"
+    write_bundle(Runs([runs]), target, ALL, 1)
+    damaged.mkdir(parents=True)
+    with pytest.raises(ArealError, match="found none; give"):
+        write_bundle(Runs([damaged.parent]), target, ALL, 1)
+    (damaged / STORE_FILE).write_bytes(b"no database")
+    with pytest.raises(ArealError, match=r"found none \(.*trial: "):
+        write_bundle(Runs([damaged.parent]), target, ALL, 1)
+    assert (target / "index.html").exists()
