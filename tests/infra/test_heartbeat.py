@@ -141,5 +141,6 @@ async def test_silent_process_that_others_leave_no_processor_is_not_frozen() -> 
         os.sched_setscheduler(process.pid, os.SCHED_IDLE, os.sched_param(0))
         assert [await process.next_check() for _ in range(10)] == [""] * 10
     finally:
-        process.end()
         other.end()
+        os.sched_setscheduler(process.pid, os.SCHED_OTHER, os.sched_param(0))  # also to die it needs a processor
+        process.end()
