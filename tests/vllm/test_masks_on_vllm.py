@@ -1,5 +1,5 @@
-"""A real vLLM server tells what grammars, min_new_tokens, top_p and top_k left to draw from, as the trainer needs it: of
-masks of all kinds at once, in the same steps, and of answers whose weights changed while they were drawn."""
+"""A real vLLM server tells what grammars, min_new_tokens, top_p and top_k left to draw from, as the trainer needs it:
+under masks of all kinds in the same steps, and of answers whose weights changed while they were drawn."""
 
 import asyncio
 from dataclasses import replace

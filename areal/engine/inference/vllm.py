@@ -69,6 +69,7 @@ CPU_ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+    "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "600",  # of a step; in the first it compiles its sampler, on a busy machine
 }
 """For its CPU build; what the environment says goes before."""
 
