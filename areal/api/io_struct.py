@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
+from areal.config.backend import VLLM_CHOICES
 from areal.config.rollout import GenerationHyperparameters
 
 if TYPE_CHECKING:  # errors.py needs this file, and whatever starts fast needs that
@@ -97,7 +98,7 @@ def cannot_train(choices: Choices) -> str:
     """Why what an engine has not reported cannot be trained, and what can be done."""
     return (
         f"{choices.unreported} does not report what these leave to draw from, so its answers cannot be trained; use "
-        "top_p 1 and top_k 0, or rollout.backend=embedded"
+        f"top_p 1 and top_k 0, on vLLM with any top_p a top_k of 1 to {VLLM_CHOICES}, or rollout.backend=embedded"
     )
 
 

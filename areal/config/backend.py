@@ -9,6 +9,8 @@ from areal.config.errors import ConfigError, require
 KINDS = ("embedded", "vllm", "sglang")
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks of adapters that vLLM may be started for."""
+VLLM_CHOICES = 1024
+"""With a top_k up to this vLLM is asked what top_k and top_p left to draw from: it lists them at every token."""
 _SPELLING = re.compile(r"(?P<kind>[a-z]+)(?::(?=[dt])(?:d(?P<servers>[0-9]+))?(?:t(?P<gpus>[0-9]+))?)?")
 
 

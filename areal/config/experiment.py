@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass, field
 
 from areal.config.algorithm import Algorithm
-from areal.config.backend import Backend
+from areal.config.backend import VLLM_CHOICES, VLLM_RANKS, Backend
 from areal.config.errors import ConfigError, require
 from areal.config.presets import DECOUPLED, DEFAULTS, Resolved, resolve
 from areal.config.rollout import GenerationHyperparameters, ProxyConfig, RolloutConfig
@@ -209,11 +209,13 @@ class PPOConfig(ExperimentConfig):
             f"gconfig must draw tokens to train on, got greedy={str(sampling.greedy).lower()}, temperature="
             f"{sampling.temperature:g}: where the likeliest is taken there is nothing to learn; use a temperature > 0",
         )
+        unlimited = sampling.top_p == 1 and sampling.top_k == 0
         require(
-            kind == "embedded" or (sampling.top_p == 1 and sampling.top_k == 0),
-            f"rollout.backend={kind} does not report what top_p and top_k leave to draw from, so its answers cannot be "
-            f"trained, got gconfig.top_p={sampling.top_p:g}, gconfig.top_k={sampling.top_k}; use 1 and 0, or "
-            "rollout.backend=embedded",
+            kind == "embedded" or unlimited or (kind == "vllm" and 0 < sampling.top_k <= VLLM_CHOICES),
+            f"rollout.backend={kind} does not report what top_p and top_k leave to draw from"
+            f"{f', unless top_k is 1 to {VLLM_CHOICES}' if kind == 'vllm' else ''}, so its answers cannot be "
+            f"trained, got gconfig.top_p={sampling.top_p:g}, gconfig.top_k={sampling.top_k}; use "
+            f"{'such a top_k, or top_p 1 and top_k 0' if kind == 'vllm' else '1 and 0'}, or rollout.backend=embedded",
         )
 
     def _check_stale(self, algorithm: Algorithm) -> None:
@@ -241,10 +243,14 @@ class PPOConfig(ExperimentConfig):
         if rank is None:
             return
         require(
-            kind == "embedded",
-            f"actor.lora.rank={rank} publishes adapters, which only the embedded engine is given in training, got "
-            f"rollout.backend={self.rollout.backend}: SGLang takes none, and vLLM 0.32 ends when it is asked beside "
-            "other requests whether it has one (docs/lora.md); use embedded, or leave actor.lora out",
+            kind != "sglang",
+            f"actor.lora.rank={rank} publishes adapters, which SGLang is not given, got rollout.backend="
+            f"{self.rollout.backend}; use embedded or vllm, or leave actor.lora out",
+        )
+        require(
+            kind != "vllm" or rank <= VLLM_RANKS[-1],
+            f"vLLM takes adapters of a rank up to {VLLM_RANKS[-1]}, got actor.lora.rank={rank}; use a lower one, or "
+            "rollout.backend=embedded",
         )
 
     def _check_baseline(self, algorithm: Algorithm) -> None:

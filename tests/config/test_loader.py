@@ -284,7 +284,10 @@ def test_tokenizer_path_is_the_actors_unless_it_is_given() -> None:
 def test_sampling_that_cannot_be_learnt_from_is_refused() -> None:
     assert "there is nothing to learn; use a temperature > 0" in refusal("gconfig.greedy=true")
     assert "there is nothing to learn" in refusal("gconfig.temperature=0")
-    assert load("gconfig.top_p=0.9", "gconfig.top_k=40").gconfig.top_k == 40
-    for backend in ("vllm", "sglang"):
-        told = refusal(f"rollout.backend={backend}", "gconfig.top_p=0.9")
+    for backend in ("embedded", "vllm"):
+        limited = load(f"rollout.backend={backend}", "gconfig.top_p=0.9", "gconfig.top_k=40")
+        assert limited.gconfig.top_k == 40
+    for backend, *settings in (["vllm", "gconfig.top_p=0.9"], ["sglang", "gconfig.top_p=0.9", "gconfig.top_k=40"]):
+        told = refusal(f"rollout.backend={backend}", *settings)
         assert told.startswith(f"rollout.backend={backend} does not report what top_p and top_k leave to draw from")
+    assert "unless top_k is 1 to 1024" in refusal("rollout.backend=vllm", "gconfig.top_k=1025")

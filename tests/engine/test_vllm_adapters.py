@@ -1,13 +1,10 @@
 """How vLLM is given adapters, against a stand-in for its routes: what it is asked, in which order. With vLLM itself:
 tests/vllm/test_adapters_on_vllm.py."""
 
-import json
-from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from aiohttp import web
+from fake_vllm_server import FakeVllm, fake
 from tiny_models import write_model
 
 from areal.api.engine_api import WeightUpdate
@@ -21,74 +18,13 @@ from areal.engine.models import open_adapted
 from areal.engine.training.engine import TrainingEngine
 from areal.trainer.engines import with_adapters
 
+__all__ = ["fake"]
 pytestmark = pytest.mark.slow
-
-
-class FakeVllm:
-    """Answers as vLLM does, and keeps what it was asked."""
-
-    def __init__(self, *, takes_adapters: bool = True) -> None:
-        self.asked: list[tuple[str, Any]] = []
-        self.models = ["the model"]
-        self.label = "default"
-        self._takes_adapters = takes_adapters
-
-    def app(self) -> web.Application:
-        app = web.Application()
-        app.router.add_route("*", "/{path:.*}", self._answer)
-        return app
-
-    async def _answer(self, request: web.Request) -> web.StreamResponse:
-        path, body = request.path, await request.json()
-        self.asked.append((path, body))
-        if path == "/v1/load_lora_adapter":
-            if not self._takes_adapters:
-                return web.json_response({"detail": "Not Found"}, status=404)
-            self.models.append(body["lora_name"])
-            return web.Response(text="Success")
-        if path == "/update_weight_version":
-            self.label = body["new_version"]
-        if path == "/inference/v1/generate" and body.get("stream"):
-            return await self._stream(request)
-        return web.json_response(
-            {
-                "/v1/models": {"data": [{"id": each, "max_model_len": 512} for each in self.models]},
-                "/collective_rpc": {"results": ["True"]},
-                "/is_paused": {"is_paused": False},
-                "/weight_info": {"weight_version": self.label},
-                "/reset_prefix_cache": {"success": True},
-            }.get(path, {})
-        )
-
-    async def _stream(self, request: web.Request) -> web.StreamResponse:
-        response = web.StreamResponse()
-        await response.prepare(request)
-        choice = {
-            "token_ids": [7],
-            "logprobs": {"content": [{"logprob": -0.5}]},
-            "weight_versions": [{"version": self.label, "start": 0, "end": 1}],
-            "finish_reason": "length",
-        }
-        await response.write(f"data: {json.dumps({'choices': [choice]})}\n\n".encode())
-        return response
-
-    def bodies(self, path: str) -> list[Any]:
-        return [body for asked, body in self.asked if asked == path]
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("models") / "model")
-
-
-@pytest.fixture
-async def fake(request: pytest.FixtureRequest) -> AsyncIterator[tuple[FakeVllm, str]]:
-    fake = FakeVllm(takes_adapters=getattr(request, "param", True))
-    runner = web.AppRunner(fake.app())
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    yield fake, f"http://127.0.0.1:{runner.addresses[0][1]}"
-    await runner.cleanup()
 
 
 def publish(model: Path) -> tuple[TrainingEngine, WeightUpdate]:

@@ -168,10 +168,15 @@ def test_settings_that_mean_nothing_are_refused(settings: dict[str, Any], compla
 @pytest.mark.parametrize(
     ("backend", "rank", "complaint"),
     [
-        ("sglang", 8, "only the embedded engine is given in training, got rollout.backend=sglang"),
-        ("vllm:d2", 8, "vLLM 0.32 ends when it is asked beside other requests"),
+        ("sglang", 8, "which SGLang is not given, got rollout.backend=sglang; use embedded or vllm"),
+        ("vllm:d2", 513, "vLLM takes adapters of a rank up to 512, got actor.lora.rank=513"),
     ],
 )
 def test_engines_that_take_no_such_adapter_are_refused(backend: str, rank: int, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         GRPOConfig(actor=ActorConfig(lora=LoraConfig(rank=rank)), rollout=RolloutConfig(backend=backend))
+
+
+def test_vllm_is_given_adapters() -> None:
+    config = GRPOConfig(actor=ActorConfig(lora=LoraConfig(rank=512)), rollout=RolloutConfig(backend="vllm:d2"))
+    assert config.actor.lora.rank == 512

@@ -26,6 +26,7 @@ from typing import Any, Self
 from areal.api.engine_api import EngineHealth, WeightLayout, WeightShard, WeightUpdate
 from areal.api.errors import EngineError, EngineGone, ModelError, RequestError, WeightMismatch
 from areal.api.io_struct import ModelRequest, ModelResponse, StopReason, TokenChunk
+from areal.api.messages import Array
 from areal.engine.inference.canary import CanaryCheck
 from areal.engine.inference.grammar import GrammarCompiler
 from areal.engine.inference.http_server import HttpServer, ServerCommand
@@ -75,6 +76,9 @@ class Drawn:
     logprobs: list[float]
     versions: list[int] | None = None
     """Of all tokens that this call of the server has drawn, once it is complete and says so; None = not known yet."""
+    sets: list[Array] | None = None
+    """What top_p and top_k left for each of `tokens`, int32, ascending; an empty one = the server does not say. None =
+    it was not asked."""
     finish: str | None = None
     """Why the server draws no more in this call; abort = it was told to stop. None = it goes on."""
 
@@ -157,6 +161,10 @@ class HttpEngine(ABC):
     @abstractmethod
     def check(self, req: ModelRequest) -> None:
         """Refuse what the server cannot honour. Raises RequestError."""
+
+    def reports_sets(self, sequence: SequenceState) -> bool:
+        """Whether the server says what top_p and top_k leave for this request, so that its answer can be trained."""
+        return False
 
     @abstractmethod
     def draw(self, sequence: SequenceState, req: ModelRequest, *, streamed: bool) -> AsyncGenerator[Drawn, None]:
@@ -294,7 +302,7 @@ class HttpEngine(ABC):
         sequence = SequenceState.of(
             req, vocab_size=limits.vocab_size, max_positions=limits.max_positions, tokenizer=self.tokenizer
         )
-        sequence.unreported = self.server.name
+        sequence.engine, sequence.reported = self.server.name, self.reports_sets(sequence)
         if req.images:
             raise RequestError(
                 f"requests with images are not sent to {self.server.name}, got {len(req.images)}; "
@@ -386,13 +394,14 @@ class HttpEngine(ABC):
     def _append(self, sequence: SequenceState, piece: Drawn, start: int) -> StopReason | None:
         """Append to an answer that had `start` tokens when the server was asked; return why it ends, if it does."""
         reason = None
-        for token, logprob in zip(piece.tokens, piece.logprobs, strict=True):
+        sets: Sequence[Array | None] = [None] * len(piece.tokens) if piece.sets is None else piece.sets
+        for token, logprob, left in zip(piece.tokens, piece.logprobs, sets, strict=True):
             if not logprob > UNSEEN:  # so that it holds for NaN too
                 raise EngineError(
                     "the model gives this request no token that can be drawn: its logits are NaN "
                     "or infinite; look at the weights, or at what the prompt holds"
                 )
-            reason = sequence.append(token, logprob, self._version)
+            reason = sequence.append(token, logprob, self._version, left)
             if reason is not None:
                 break
         if piece.versions is not None:

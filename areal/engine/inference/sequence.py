@@ -49,11 +49,13 @@ class SequenceState:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     sets: list[Array] = field(default_factory=list)
-    """What top_p and top_k left for each drawn token, if the sequence is limited."""
+    """What top_p and top_k left for each drawn token, if the sequence is limited; an empty one is not known."""
     set_tokens: int = 0
     """How many tokens these are in all."""
-    unreported: str = ""
-    """The engine that draws it and does not say what they left; empty = it does."""
+    engine: str = "the engine"
+    """What people call the engine that draws it."""
+    reported: bool = True
+    """Whether that says what they left."""
     top_logprobs: int = 0
     """How many alternatives are told at each token."""
     alternatives: Alternatives = field(default_factory=list)
@@ -199,7 +201,7 @@ class SequenceState:
                 f"drawn must have the alternatives of {lengths[0]} tokens, got {len(drawn.alternatives)}; top_logprobs "
                 "asks for them"
             )
-        known = len(drawn.tokens) if self.limited and not self.unreported else 0
+        known = len(drawn.tokens) if self.limited and self.reported else 0
         if len(drawn.sets) != known:
             raise RequestError(
                 f"drawn must have what top_p and top_k left for each of {known} tokens, got {len(drawn.sets)}"
@@ -237,8 +239,8 @@ class SequenceState:
             return None
         if g.is_greedy:
             return Choices(0, self.drawn, greedy=True)
-        if self.limited and self.unreported:
-            return Choices(0, self.drawn, unreported=self.unreported)
+        if self.limited and not (self.reported and all(map(len, self.sets))):
+            return Choices(0, self.drawn, unreported=self.engine)
         if self.limited:  # what a grammar excludes is not in these sets either
             sizes = np.array([len(left) for left in self.sets], np.int32)
             return Choices(0, self.drawn, sizes=sizes, ids=np.concatenate([np.empty(0, np.int32), *self.sets]))

@@ -20,11 +20,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from areal.api.engine_api import WeightUpdate
 from areal.api.errors import DrawnRefused, EngineError, EngineGone, RequestError
 from areal.api.io_struct import ModelRequest
+from areal.api.messages import Array
+from areal.config.backend import VLLM_CHOICES
 from areal.engine.inference.grammar import as_lark
-from areal.engine.inference.http_engine import LOAD_SECONDS, Drawn, HttpEngine, label_of, seed_of
+from areal.engine.inference.http_engine import LOAD_SECONDS, UNSEEN, Drawn, HttpEngine, label_of, seed_of
 from areal.engine.inference.http_server import HttpServer, ServerCommand, refusal
 from areal.engine.inference.sequence import SequenceState
 from areal.engine.model.adapter import CONFIG_NAME, published_config
@@ -35,6 +39,11 @@ TEMPERATURES = (0.01, 2.0)
 """What vLLM takes; it would silently use others in place of smaller ones."""
 NEVER = -100.0
 """Added to a logit, it is as good as minus infinity; vLLM allows no less."""
+TIED = 8
+"""Further tokens as likely as the last that top_k left: vLLM draws from these too. An answer for which there were more
+of them cannot be trained."""
+MOST_LOGPROBS = VLLM_CHOICES + TIED
+"""That are asked for at a token."""
 FIRST = -1
 """The priority of a canary; other requests have 0, and go in the order in which they came."""
 WHOLE_ANSWERS = 1 << 20
@@ -60,6 +69,7 @@ CPU_ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+    "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "600",  # of a step; in the first it compiles its sampler, on a busy machine
 }
 """For its CPU build; what the environment says goes before."""
 
@@ -74,7 +84,8 @@ class VllmEngine(HttpEngine):
     async def prepare(self) -> str:
         served = (await self.server.get("/v1/models"))["data"][0]
         self._limits = replace(self._limits, max_positions=served["max_model_len"])
-        await self.ask_workers("report_drawn_distribution", "report log-probs of what it draws from")
+        rule = "report log-probs of what it draws from"
+        await self.ask_workers("report_drawn_distribution", rule, choices=MOST_LOGPROBS)
         if (await self.server.get("/is_paused"))["is_paused"]:
             self._paused = True
             self._draws.clear()
@@ -108,6 +119,21 @@ class VllmEngine(HttpEngine):
         if req.drawn is not None and req.drawn.tokens:
             raise DrawnRefused("vLLM holds an answer to a grammar only from its first token on")
 
+    def reports_sets(self, sequence: SequenceState) -> bool:
+        return self._choices_of(sequence) <= VLLM_CHOICES
+
+    def _choices_of(self, sequence: SequenceState) -> int:
+        """Of how many tokens top_k leaves the choice, unless some are as likely as the last of them."""
+        size = self._limits.vocab_size
+        return min(sequence.gconfig.top_k or size, size)
+
+    def _asked_logprobs(self, sequence: SequenceState) -> int:
+        """Of how many of the likeliest tokens, beside the drawn one: if the last of them could not be drawn, all that
+        could are among them."""
+        if not sequence.limited or not self.reports_sets(sequence):
+            return 0
+        return min(self._choices_of(sequence) + TIED, self._limits.vocab_size)
+
     async def draw(self, sequence: SequenceState, req: ModelRequest, *, streamed: bool) -> AsyncGenerator[Drawn, None]:
         if req.grammar is not None:  # vLLM lets a grammar end with the tokenizer's end token only
             sequence.grammar_stops = sequence.stops & {self.tokenizer.eos_token_id}
@@ -118,7 +144,7 @@ class VllmEngine(HttpEngine):
                 if "error" in event:
                     error = event["error"]
                     raise refusal("vLLM refuses a request", int(error["code"]), error["message"])
-                yield self._drawn(event["choices"][0])
+                yield self._drawn(event["choices"][0], sampling["logprobs"])
 
     async def pause_server(self) -> None:
         await self.server.post("/pause?mode=keep")
@@ -185,7 +211,7 @@ class VllmEngine(HttpEngine):
             "min_tokens": max(0, g.min_new_tokens - drawn),
             "stop_token_ids": sorted(sequence.stops),
             "ignore_eos": True,  # what ends an answer is in stop_token_ids
-            "logprobs": 0,  # of the drawn tokens only
+            "logprobs": self._asked_logprobs(sequence),  # 0 = of the drawn tokens only
             "detokenize": False,
         }
         looked_at = streamed or g.stop or req.grammar is not None
@@ -197,14 +223,21 @@ class VllmEngine(HttpEngine):
                 settings["logit_bias"] = {str(end): NEVER}  # vLLM's grammars allow it wherever the answer may end
         return settings
 
-    def _drawn(self, choice: dict[str, Any]) -> Drawn:
+    def _drawn(self, choice: dict[str, Any], asked: int) -> Drawn:
         entries = choice["logprobs"]["content"] if choice["token_ids"] else []
         logprobs = [entry["logprob"] for entry in entries]
         spans = choice["weight_versions"]
         versions = None
         if spans is not None:
             versions = [self.read_label(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
-        return Drawn(choice["token_ids"], logprobs, versions, choice["finish_reason"])
+        sets = [self._left(entry["top_logprobs"], asked) for entry in entries] if asked else None
+        return Drawn(choice["token_ids"], logprobs, versions, sets, choice["finish_reason"])
+
+    def _left(self, likeliest: list[dict[str, Any]], asked: int) -> Array:
+        """The tokens that could be drawn, of the likeliest that were asked for; none if there may be more of them."""
+        left = [each["token_id"] for each in likeliest if each["logprob"] > UNSEEN]
+        whole = len(left) < asked or asked == self._limits.vocab_size
+        return np.array(sorted(left) if whole else [], np.int32)
 
     async def _warm_up(self) -> None:
         """vLLM compiles parts of its sampler at the first request, which takes it up to a minute."""
@@ -218,6 +251,7 @@ def arguments_of(directory: Path, dtype: str, gpus: int) -> list[str]:
     return [
         *("--model", str(directory), "--dtype", dtype, "--tensor-parallel-size", str(gpus)),
         *("--worker-extension-cls", f"{WORKER_MODULE}.ArealWorker", "--logprobs-mode", "processed_logprobs"),
+        *("--max-logprobs", str(MOST_LOGPROBS)),
         *("--enable-scale-out", "--generation-config", "vllm", "--scheduling-policy", "priority"),
         *("--structured-outputs-config", '{"backend": "guidance"}', "--disable-uvicorn-access-log"),
     ]

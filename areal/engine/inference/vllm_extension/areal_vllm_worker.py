@@ -1,7 +1,8 @@
 """Runs inside vLLM's worker processes: what vLLM itself does not do, or does not do on a CPU.
 
-On a CPU vLLM 0.32 has two faults that this mends: after new weights were loaded, a head that shares its weights with
-the embedding computes with the old ones; and a long prompt with a seed ends the server.
+vLLM 0.32 has three faults that this mends. On a CPU, after new weights were loaded, a head that shares its weights with
+the embedding computes with the old ones; and a long prompt with a seed ends the server. Where it takes adapters,
+log-probs of a prompt end the server if any other request is in the same step.
 
 vLLM's interpreter, which has no `areal`, imports this file from its directory by PYTHONPATH. `--worker-extension-cls`
 names the class, and `areal.engine.inference.vllm` calls its methods through `/collective_rpc`.
@@ -34,6 +35,8 @@ class ArealWorker:
         """Replace the matrices of the one adapter that vLLM has by those of a directory; True if they are used."""
         from vllm.lora.request import LoRARequest
 
+        if self.model_runner.vllm_config.load_config.load_format == "dummy":
+            raise RuntimeError("an adapter must be added to the model that it belongs to, and vLLM started without it")
         (number,) = self.list_loras()
         return bool(self.add_lora(LoRARequest(name, number, path, load_inplace=True)))
 
@@ -44,8 +47,10 @@ class ArealWorker:
         except OSError:
             return False
 
-    def report_drawn_distribution(self) -> bool:
+    def report_drawn_distribution(self, choices: int) -> bool:
         """True if this worker's log-probs are those of what it draws from; what else it needs to draw is mended too.
+
+        `choices`: of how many tokens a request may ask for log-probs.
 
         vLLM masks logits by the grammar before its sampler, which then masks them by min_tokens and its bias, divides
         by the temperature and masks by top_k and top_p: processed log-probs are taken after all of that. Greedy ones
@@ -55,8 +60,13 @@ class ArealWorker:
         mode = runner.sampler.logprobs_mode
         if mode != "processed_logprobs":
             raise RuntimeError(f"vLLM must run with --logprobs-mode processed_logprobs, got {mode}")
+        most = runner.model_config.max_logprobs
+        if 0 <= most < choices:
+            raise RuntimeError(f"vLLM must run with a --max-logprobs of at least {choices}, got {most}")
         if runner.device.type == "cpu" and not getattr(runner, "is_seeded_on_cpu", False):
             runner.sample_tokens, runner.is_seeded_on_cpu = _seeded_on_cpu(runner), True
+        if runner.lora_config and not getattr(runner, "scores_adapted_prompts", False):
+            runner._get_prompt_logprobs_dict, runner.scores_adapted_prompts = _scoring_adapted_prompts(runner), True
         return True
 
 
@@ -77,3 +87,42 @@ def _seeded_on_cpu(runner: Any) -> Callable[[Any], Any]:
             batch.generators.update(kept)
 
     return sample_tokens_seeded
+
+
+def _scoring_adapted_prompts(runner: Any) -> Callable[..., dict[str, Any]]:
+    """The runner's `_get_prompt_logprobs_dict` for a model with adapters.
+
+    The head adds to each row of logits what the adapter of that row's request has for it, and knows whose each row is:
+    in a step there is one for each token to be drawn. But the rows of a prompt are all of one request and as many as
+    the prompt has tokens. With one request in the step, its adapter is taken for all of them; with several, the shapes
+    do not fit, and the server would end. So the head is told here whose rows they are.
+    """
+    prompt_logprobs, compute_logits = runner._get_prompt_logprobs_dict, runner.model.compute_logits
+    batch = runner.input_batch
+
+    def prompt_logprobs_adapted(hidden_states: Any, num_scheduled_tokens: dict[str, int]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        asked = runner.num_prompt_logprobs
+        for request in [each for each in asked if each in num_scheduled_tokens]:
+            runner.num_prompt_logprobs = {request: asked[request]}  # it loses those that are complete
+            runner.model.compute_logits = adapted_as(request)
+            try:
+                found |= prompt_logprobs(hidden_states, num_scheduled_tokens)
+            finally:
+                if request not in runner.num_prompt_logprobs:
+                    del asked[request]
+                runner.num_prompt_logprobs, runner.model.compute_logits = asked, compute_logits
+        return found
+
+    def adapted_as(request: str) -> Callable[[Any], Any]:
+        number = int(batch.request_lora_mapping[batch.req_id_to_index[request]])
+        adapters = {batch.lora_id_to_lora_request[number]} if number else set()
+
+        def compute(rows: Any) -> Any:
+            whose = (number,) * len(rows)
+            runner._set_active_loras(whose, whose, adapters)
+            return compute_logits(rows)
+
+        return compute
+
+    return prompt_logprobs_adapted
