@@ -143,6 +143,7 @@ def test_other_words_are_refused_and_nothing_is_written(
     assert copied(here) == {"a_file"}
 
 
+@pytest.mark.slow
 def test_everything_that_is_tracked_is_copied(here: Path) -> None:
     if not (ROOT / ".git").exists():
         pytest.skip("the source distribution has no history to ask")
