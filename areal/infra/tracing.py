@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from areal.api.errors import ConfigError, RejectReason
 from areal.api.messages import Episode, Rejection
 from areal.utils.installing import install_hint
+from areal.utils.logging import getLogger
 
 PROVIDER = "areal"
 """What the conventions call a provider: who answers."""
@@ -94,9 +95,13 @@ class Tracing:
         return cls(provider, owned=True)
 
     async def aclose(self) -> None:
-        """Send what has not been sent yet."""
-        if self._owned is not None:
+        """Send what has not been sent yet; what no collector takes is dropped."""
+        if self._owned is None:
+            return
+        try:
             await asyncio.wait_for(asyncio.to_thread(self._owned.shutdown), FLUSH_SECONDS)
+        except TimeoutError:
+            getLogger("tracing").warning("the last spans could not be sent within %g s", FLUSH_SECONDS)
 
     async def episode(
         self,

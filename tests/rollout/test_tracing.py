@@ -328,6 +328,30 @@ async def test_agents_in_processes_and_outside_are_traced_too(
     assert (call.name, call.parent.span_id) == ("chat default", episode.context.span_id)
 
 
+def test_collector_that_is_not_there_holds_up_nothing() -> None:
+    code = """
+import asyncio
+from areal.api.errors import RejectReason
+from areal.api.messages import Rejection
+from areal.infra.tracing import Tracing
+
+async def played():
+    return Rejection(RejectReason.FILTERED, ""), None
+
+async def main():
+    tracing = Tracing.start()
+    await tracing.episode(played(), agent="mine", task_id=1, sample=0, is_eval=False)
+    await tracing.aclose()
+
+asyncio.run(main())
+"""
+    variables = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1", "PYTHONPATH": str(ROOT), "NO_PROXY": "127.0.0.1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **variables}, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+
+
 class Collector(BaseHTTPRequestHandler):
     """What an OTLP collector does, as far as a test needs it."""
 
