@@ -14,6 +14,7 @@
 #   make test-lora              run those of adapters that come from PEFT and go to it; installs PEFT
 #   make test-environments      run those with reasoning-gym, gymnasium and hub ids, in an environment of their own
 #   make test-trackers          run those with W&B, MLflow, Trackio and SwanLab, in an environment of their own
+#   make test-otel              run those of OpenTelemetry's spans, in an environment of their own
 #   make fuzz [ARGS="--seed 2"] send the proxy 20,000 mutated requests; fails on any 500, hang or long echo
 #   make survive [ARGS=--quick] attack calls, processes and agents for a quarter of an hour; lists what was harmed
 #   make sanitize               run the native kernel's tests under AddressSanitizer and UBSan; needs g++
@@ -43,7 +44,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Images often ask Python to write no bytecode; then each of the thousands of processes of a test run compiles again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo package test test-fast test-camel test-trl test-viewer test-vllm test-slurm test-ray test-fsdp test-trackers test-environments test-lora combinations slurm fuzz survive sanitize docs lint venv clean
+.PHONY: help demo package test test-fast test-camel test-trl test-viewer test-vllm test-slurm test-ray test-fsdp test-trackers test-otel test-environments test-lora combinations slurm fuzz survive sanitize docs lint venv clean
 .DELETE_ON_ERROR:
 
 help:
@@ -87,6 +88,10 @@ slurm:
 test-trackers: .venv-trackers/.installed
 	@.venv-trackers/bin/python -m pytest tests/trainer/test_trackers.py $(ARGS)
 
+test-otel: .venv-otel/.installed
+	@.venv-otel/bin/python -c 'import opentelemetry.sdk'  # else its tests would be skipped
+	@.venv-otel/bin/python -m pytest tests/rollout/test_tracing.py $(ARGS)
+
 ENVIRONMENTS := tests/dataset/test_reasoning_gym.py tests/dataset/test_hub.py tests/workflow/test_gymnasium_text.py
 test-environments: .venv-environments/.installed
 	@.venv-environments/bin/python -c 'import datasets, gymnasium, reasoning_gym'  # else the tests would be skipped
@@ -119,6 +124,7 @@ package:
 	@.venv-package/bin/python -m pip install -qq $(TORCH) "$$(ls dist/*.whl)[demo,vision,test]" hypothesis jsonschema && .venv-package/bin/python -m pip check
 	@outside=$$(mktemp -d) && trap 'rm -rf "$$outside"' EXIT && cp -r --parents $(wildcard $(PACKAGED)) "$$outside" && cd "$$outside" && \
 	export PATH="$(CURDIR)/.venv-package/bin:$$PATH" && areal --version && areal new agent my_agent && areal check my_agent.MyAgent --engine fake && \
+	areal new --example text_environment && areal new --example countdown && areal train --config examples/countdown/config.yaml --dry-run && \
 	areal train --demo total_train_steps=3 evaluator.greedy=false && areal view runs --bundle pages && \
 	python -m pytest -q -p no:cacheprovider -o markers=slow -o asyncio_mode=auto -o asyncio_default_fixture_loop_scope=function tests
 
@@ -134,7 +140,7 @@ lint: .venv/.installed-dev
 venv: .venv/.installed-dev
 
 clean:
-	rm -rf site .cache .venv .venv-docs .venv-camel .venv-trackers .venv-trl .venv-vllm .venv-package build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf site .cache .venv .venv-docs .venv-camel .venv-environments .venv-otel .venv-trackers .venv-trl .venv-vllm .venv-package build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/.made:
@@ -208,6 +214,14 @@ clean:
 	@.venv-trackers/bin/python -m pip install -qq $(TORCH)
 	@echo "installing areal with the trackers"
 	@.venv-trackers/bin/python -m pip install -qq $(TORCH) -e '.[trackers,test]'
+	@touch $@
+
+.venv-otel/.installed: pyproject.toml
+	@echo "making .venv-otel"
+	@$(PYTHON) -m venv --clear .venv-otel
+	@.venv-otel/bin/python -m pip install -qq $(TORCH)
+	@echo "installing areal with OpenTelemetry"
+	@.venv-otel/bin/python -m pip install -qq $(TORCH) -e '.[otel,agents,test]'
 	@touch $@
 
 .venv-docs/.installed: Makefile

@@ -1,8 +1,9 @@
 """A wheel made on x86 Linux with a C++ compiler has the engine's kernel compiled; other installs compile it when it is
-first used. Everything else is in pyproject.toml."""
+first used. A wheel also carries the examples, for `areal new --example`. Everything else is in pyproject.toml."""
 
 import platform
 import runpy
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
 NATIVE = Path("areal/engine/native")
+EXAMPLES = Path("areal/cli/new/example_files")
 COMPILE = runpy.run_path(str(Path(__file__).parent / NATIVE / "compile.py"))
 
 
@@ -20,10 +22,15 @@ def compiles() -> bool:
     return fits and COMPILE["find_compiler"]() is not None
 
 
-class BuildWithKernel(build_py):
+class BuildWithMore(build_py):
     def run(self) -> None:
         super().run()
-        if compiles() and not self.editable_mode:
+        if self.editable_mode:  # then both are found in the checkout
+            return
+        carried = Path(self.build_lib) / EXAMPLES
+        shutil.rmtree(carried, ignore_errors=True)  # what an earlier build left may have been renamed since
+        shutil.copytree("examples", carried, ignore=shutil.ignore_patterns("runs", "__pycache__"))
+        if compiles():
             COMPILE["build_prebuilt"](Path(self.build_lib) / NATIVE / "prebuilt")
 
 
@@ -39,5 +46,5 @@ class WithKernel(Distribution):
         return compiles()
 
 
-classes: dict[str, Any] = {"build_py": BuildWithKernel, "bdist_wheel": PlatformWheel}
+classes: dict[str, Any] = {"build_py": BuildWithMore, "bdist_wheel": PlatformWheel}
 setup(distclass=WithKernel, cmdclass=classes)

@@ -41,7 +41,9 @@ def _words(action: argparse.Action) -> str:
     else:
         value = str(action.metavar or action.dest.upper())
     if not action.option_strings:
-        return {"*": f"[{value} ...]"}.get(str(action.nargs), value)
+        return {"*": f"[{value} ...]", "?": f"[{value}]"}.get(str(action.nargs), value)
+    if action.nargs == "?":
+        value = f"[{value}]"
     many = " ..." if action.nargs == "+" else ""
     return ", ".join(action.option_strings) + ("" if action.nargs == 0 else f" {value}{many}")
 

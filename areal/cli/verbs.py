@@ -109,10 +109,23 @@ def _declare_simulate(parser: argparse.ArgumentParser) -> None:
 
 
 def _declare_new(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("kind", choices=("workflow", "agent"), help="an episode in tokens, or over HTTP")
-    parser.add_argument("name", metavar="NAME", help="the name of its module: lowercase letters, digits and _")
+    kinds = ("workflow", "agent")
+    parser.add_argument("kind", nargs="?", choices=kinds, help="an episode in tokens, or over HTTP")
     parser.add_argument(
-        "--into", metavar="DIR", help="the package to write to; by default areal/workflow in a checkout, else here"
+        "name", nargs="?", metavar="NAME", help="the name of its module: lowercase letters, digits and _"
+    )
+    parser.add_argument(
+        "--example",
+        nargs="?",
+        const="",
+        metavar="NAME",
+        help="in place of both: copy an example, with its config, scripts and README; without NAME, list them",
+    )
+    parser.add_argument(
+        "--into",
+        metavar="DIR",
+        help="the package to write to; by default areal/workflow in a checkout, else here. Of an example: what gets "
+        "examples/NAME (here)",
     )
     parser.add_argument("--force", action="store_true", help="overwrite files that exist")
 
@@ -303,11 +316,13 @@ VERBS = {
         },
     ),
     "new": Verb(
-        "write a workflow or an agent to start from",
+        "write a workflow or an agent to start from, or copy an example",
         _declare_new,
         {
             "areal new agent my_search": "an agent on the OpenAI SDK, with its test",
             "areal new workflow my_search --into my_package": "an episode in tokens, in a package",
+            "areal new --example": "which examples there are",
+            "areal new --example countdown": "one of them, to run and to change: examples/countdown",
         },
     ),
     "check": Verb(

@@ -282,6 +282,9 @@ class RolloutConfig(Resources):
     stall_seconds: float | None = 0.5
     """Code that blocks a worker's event loop for longer than this many seconds is reported with its line; None = the
     loop is not watched."""
+    tracing: bool = False
+    """Send OpenTelemetry spans of episodes, model calls, tools and rewards to where OTEL_EXPORTER_OTLP_ENDPOINT says;
+    needs the extra `otel`."""
     agent: AgentConfig = field(default_factory=AgentConfig)
     """How agents run, and how long an episode may take."""
 

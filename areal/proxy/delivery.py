@@ -18,6 +18,7 @@ from areal.proxy.errors import ApiError, as_api_error, session_ended
 from areal.proxy.generation import Generation
 from areal.proxy.retries import Attempt, SharedAnswer
 from areal.proxy.sessions import Session
+from areal.proxy.tracing import traced
 from areal.proxy.types import Call, Choice, Event, EventWriter, Reply, Tokens, ToolCallEvent
 from areal.trajectory.parsers.base import Reasoning, Text
 
@@ -105,7 +106,11 @@ class Delivery:
         return retries.claim(self._attempt, self._begin_answer)
 
     def _begin_answer(self) -> SharedAnswer:
-        return SharedAnswer(self._generation.events(self._session, self._call))
+        session, call = self._session, self._call
+        events = self._generation.events(session, call)
+        if session.trace is not None:
+            events = traced(session.trace, session.name, call.model or self._generation.model_name, call, events)
+        return SharedAnswer(events)
 
     async def _send_while_connected(
         self, answer: SharedAnswer, receive: Receive, send: Send, over: "asyncio.Future[None]"

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 
 from areal.config.errors import ArealError
 from areal.config.rollout import GenerationHyperparameters, ProxyLimits
+from areal.infra import tracing
+from areal.infra.tracing import EpisodeTrace
 from areal.proxy.errors import rate_limited, session_ended, unauthorized
 from areal.proxy.requests import KnownBodies
 from areal.proxy.retries import Retries
@@ -85,6 +87,8 @@ class Session:
     """What engines know it by; unlike its key and token it opens nothing."""
     waits: Waits = field(default_factory=current)
     """Of the episode that it belongs to."""
+    trace: EpisodeTrace | None = field(default_factory=tracing.current)
+    """The same; None = its calls have no spans."""
     seeds: CallSeeds | None = None
     """Where the seeds of its calls come from; None = the engine makes up one for each call that sets none."""
 

@@ -38,6 +38,7 @@ from areal.infra.rpc.status import start_answering
 from areal.infra.rpc.wire import api_wire
 from areal.infra.stalls import StallLog, StallWatch
 from areal.infra.status import doing_of, together
+from areal.infra.tracing import Tracing
 from areal.infra.workflow_context import WorkflowContext
 from areal.proxy import NO_SESSION_KEY, Proxy
 from areal.rollout.dispatch import GroupWorker
@@ -107,8 +108,9 @@ class RolloutWorker(GroupWorker):
         engine: InferenceEngine,
         timeout_seconds: float,
         seed: int | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
-        """`runners` by `is_eval`; `seed` is the run's."""
+        """`runners` by `is_eval`; `seed` is the run's; `tracing` None = episodes have no spans."""
         self.proxy = proxy
         self._runners = runners
         self._engines = engine if isinstance(engine, EngineGroup) else None
@@ -120,10 +122,13 @@ class RolloutWorker(GroupWorker):
         """What each that runs waits for, and what people call it."""
         self._groups: dict[int, list[Waits]] = {}
         """The samples of each training group that runs, by its task."""
+        self._tracing = tracing
         self._stall_watch: StallWatch | None = None
         self._ended_stalls: deque[Stall] = deque()
         """Since the last group ended; a thread appends to it."""
         self._closing = AsyncExitStack()
+        if tracing is not None:  # after everything that may still end a span
+            self._closing.push_async_callback(tracing.aclose)
         self._closing.push_async_callback(engine.aclose)
         self._closing.push_async_callback(workflow_context.close_clients)
         self._closing.push_async_callback(proxy.aclose)
@@ -157,7 +162,8 @@ class RolloutWorker(GroupWorker):
             self_reward=setup.rollout.agent.self_reward,
             public_url=setup.proxy.public_url,
         )
-        worker = cls({}, proxy, engine, setup.rollout.agent.timeout_seconds, setup.seed)
+        spans = Tracing.start() if setup.rollout.tracing else None
+        worker = cls({}, proxy, engine, setup.rollout.agent.timeout_seconds, setup.seed, spans)
         worker._connections = EngineConnections(engine, run_secret, on_engine_lost)
         worker._closing.push_async_callback(worker._connections.follow, ())  # nothing is lost when it ends
         try:
@@ -257,8 +263,13 @@ class RolloutWorker(GroupWorker):
         with waits.of(own):
             sample = f", sample {number + 1} of {task.n_samples}," if task.n_samples > 1 else ""
             self._episodes[own] = f"{kind} {abs(task.task_id)}{sample}"
+            played = run_episode(runner, data, context, greedy=task.greedy, seconds=self._timeout_seconds)
             try:
-                return await run_episode(runner, data, context, greedy=task.greedy, seconds=self._timeout_seconds)
+                if self._tracing is None:
+                    return await played
+                return await self._tracing.episode(
+                    played, agent=runner.name, task_id=task.task_id, sample=number, is_eval=task.is_eval
+                )
             finally:
                 del self._episodes[own]
 

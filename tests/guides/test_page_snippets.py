@@ -29,6 +29,7 @@ PAGES = [
     "quickstart.md",
     "security.md",
     "settings.md",
+    "tracing.md",
     "troubleshooting.md",
 ]
 TRANSLATED = sorted(path.name for path in (DOCS / "zh").glob("*.md"))
@@ -64,15 +65,17 @@ def test_printed_commands_are_understood(script: str) -> None:
             parsed = verb_parser(words[0], VERBS[words[0]]).parse_words(words[1:])
             demo = ["--config", str(ROOT / "areal/cli/demo.yaml")] if words[0] == "train" else []
             load_expr_config([*demo, *getattr(parsed, "overrides", [])], GRPOConfig)
-        elif program == "pip":
+        elif program == "pip" or (program, words[0]) == ("uv", "pip"):
             extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-            named = re.fullmatch(r"install areal-agents\[([\w,-]+)\]", " ".join(words))
+            named = re.fullmatch(
+                r"(?:pip )?install (?:--torch-backend=cpu )?areal-agents\[([\w,-]+)\]", " ".join(words)
+            )
             assert named is not None
             assert set(named[1].split(",")) <= set(extras)
         elif program == "make":
             assert re.search(rf"^{words[0]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
         elif program != "curl":  # these are sent below
-            assert program in {"python3", ".", "export"}, f"nothing here checks {program}"
+            assert program in {"python3", ".", "export", "uv"}, f"nothing here checks {program}"
 
 
 @pytest.mark.parametrize("printed", blocks("yaml"))

@@ -1,5 +1,7 @@
 """`areal new workflow NAME` and `areal new agent NAME`: a first version that trains, and its test.
 
+`areal new --example` is in `examples.py`.
+
 Everything is decided before a file is touched. In a checkout of this repository, `areal/workflow/__init__.py` exports
 the new name; an `__init__.py` of a user's package is not edited, the line to add is printed.
 """
@@ -15,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from areal.api.errors import ConfigError
+from areal.cli.new.examples import copy_example, list_examples
 from areal.cli.new.templates import KINDS
 from areal.utils.installing import install_hint
 
@@ -25,6 +28,13 @@ LINE_LENGTH = 120
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.example is not None:
+        return _copy_or_list(args)
+    if args.kind is None or args.name is None:
+        raise ConfigError(
+            "areal new takes a kind and a name, or --example; for instance areal new agent my_agent, or, for a list, "
+            "areal new --example"
+        )
     plan = make_plan(args.kind, args.name, args.into, force=args.force)
     for path, text in plan.files.items():
         print(f"{_write(path, text)}  {path}")
@@ -33,6 +43,15 @@ def run(args: argparse.Namespace) -> int:
         print(f"{verb:<13}{line}")
     if importlib.util.find_spec("pytest_asyncio") is None:
         print(f"its test needs pytest and pytest-asyncio: {install_hint('test')}", file=sys.stderr)
+    return 0
+
+
+def _copy_or_list(args: argparse.Namespace) -> int:
+    if args.kind is not None:
+        raise ConfigError(
+            f"--example takes one name and nothing else, got {args.kind!r} too; for another place add --into"
+        )
+    print(copy_example(args.example, args.into, force=args.force) if args.example else list_examples())
     return 0
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from areal.api.errors import EpisodeTimeout, WorkflowError
 from areal.api.messages import Episode
 from areal.config.rollout import AgentConfig, GenerationHyperparameters
+from areal.infra import tracing
 from areal.infra.workflow_context import WorkflowContext
 from areal.proxy import Proxy, Session
 from areal.rollout.episodes import TIMEOUT_SETTING, Digests
@@ -41,10 +42,11 @@ class OnlineRunner:
         self, data: dict[str, Any], context: WorkflowContext, *, greedy: bool, seconds: float
     ) -> tuple[Episode | None, Digests]:
         """`seconds` cover all of it: waiting for an agent, its session, and waiting for its reward."""
-        sampling, here = self._gconfig.new(greedy=True) if greedy else self._gconfig, waits.current()
+        sampling = self._gconfig.new(greedy=True) if greedy else self._gconfig
+        here, trace = waits.current(), tracing.current()
 
         def open_session() -> Session:
-            with waits.of(here):  # it is opened by the call of an agent outside
+            with waits.of(here), tracing.of(trace):  # it is opened by the call of an agent outside
                 return self._proxy.open_session(gconfig=sampling, seed=context.seed)
 
         try:

@@ -16,11 +16,12 @@ from areal.api.engine_api import InferenceEngine
 from areal.api.errors import AgentFailed, NoInteractions
 from areal.api.io_struct import ModelRequest, ModelResponse, TokenChunk, add_digests
 from areal.api.messages import Episode, Row
-from areal.infra import workflow_context
+from areal.infra import tracing, workflow_context
 from areal.infra.workflow_context import WorkflowContext
 from areal.proxy import Interaction
 from areal.rollout.episodes import Digests, bounded, call
 from areal.rollout.loading import episode_function
+from areal.rollout.traced_engine import TracedEngine
 from areal.trajectory.tensors import UNLIMITED, RowLimits, check_row, rows_of
 from areal.trajectory.tree import prompt_hash
 from areal.utils.bounded_cache import BoundedCache
@@ -51,7 +52,9 @@ class WorkflowRunner:
     async def play(
         self, data: dict[str, Any], context: WorkflowContext, *, greedy: bool, seconds: float
     ) -> tuple[Episode | None, Digests]:
-        engine = RecordingEngine(self._engine, greedy, context.seed)
+        trace = tracing.current()
+        answers = self._engine if trace is None else TracedEngine(self._engine, trace)
+        engine = RecordingEngine(answers, greedy, context.seed)
         with workflow_context.enter(context):
             result = await bounded(lambda: call(self._run, engine, data), seconds, self.name)
         if result is None:
