@@ -1,7 +1,7 @@
 """The frameworks that `make test-frameworks` trains agents of, and the table that it ends with.
 
-Each has an agent in `tests/framework_agents`, which docs/more-frameworks.md prints. As a script it reads the JUnit files that
-pytest has left, one of each environment, prints what became of each framework, and fails unless all of them trained.
+Each has an agent in `tests/framework_agents`, which docs/more-frameworks.md prints. As a script this file reads the JUnit
+files that pytest has left, one of each environment, prints what became of each framework, and fails unless all trained.
 """
 
 import json
@@ -58,7 +58,7 @@ def fielded(**fields: str) -> str:
 
 
 FRAMEWORKS = (
-    Framework("smolagents", "smolagents", "smolagents", (CALL, called("final_answer", answer="7")), False),
+    Framework("smolagents", "smolagents", "smolagents", (CALL, called("final_answer", answer="7"))),
     Framework("autogen", "autogen_agentchat", "autogen-agentchat"),
     Framework("litellm", "litellm", "litellm", ("7",)),
     Framework(
@@ -107,7 +107,9 @@ def table(found: dict[str, Outcome]) -> str:
         outcome = found.get(framework.name, Outcome())
         rows.append((framework.name, outcome.version, outcome.steps, outcome.result))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
 
 
 if __name__ == "__main__":
