@@ -1,7 +1,7 @@
 """The frameworks that `make test-frameworks` trains agents of, and the table that it ends with.
 
-Each has an agent in `tests/framework_agents`, which docs/more-frameworks.md prints. As a script this file reads the JUnit
-files that pytest has left, one of each environment, prints what became of each framework, and fails unless all trained.
+Each has an agent in `tests/framework_agents`, which docs/more-frameworks.md prints. As a script this file reads the
+JUnit files that pytest left in each environment, prints what became of each framework, and fails unless all trained.
 """
 
 import json
