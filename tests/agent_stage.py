@@ -13,7 +13,7 @@ from areal.engine.inference.fake import FakeEngine
 from areal.proxy import Proxy, Session
 from areal.trajectory import export
 
-MAX_POSITIONS = 4096
+MAX_POSITIONS = 8192
 
 
 @cache
