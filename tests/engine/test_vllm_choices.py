@@ -13,7 +13,10 @@ from areal.api.io_struct import ModelRequest, ModelResponse, TokenChunk
 from areal.config.rollout import GenerationHyperparameters
 from areal.engine.inference import vllm
 from areal.engine.inference.http_server import HttpServer
+from areal.engine.inference.remote import RemoteEngine, worker_handlers
 from areal.engine.inference.vllm import TIED, VllmEngine
+from areal.infra.rpc.connect import connect, serve
+from areal.infra.rpc.wire import api_wire
 
 __all__ = ["fake"]
 pytestmark = pytest.mark.slow
@@ -112,3 +115,24 @@ async def test_an_answer_that_began_elsewhere_with_an_unknown_set_stays_so(
     assert answer.output_tokens == [7, 20, 7, 5, 9]
     assert answer.choices is not None
     assert answer.choices.unreported == "vLLM"
+
+
+async def test_a_worker_gets_the_sets_from_the_process_that_holds_vllm(
+    fake: tuple[FakeVllm, str], model: Path, tmp_path: Path
+) -> None:
+    server, url = fake
+    server.choices = SETS
+    engine = await VllmEngine.join(HttpServer("vLLM", url), model)
+    listener = await serve(
+        f"unix:{tmp_path}/engine",
+        lambda channel: channel.handlers.update(worker_handlers(engine, channel)),
+        wire=api_wire(),
+    )
+    worker = RemoteEngine(await connect(listener.address, wire=api_wire(), peer="the engine"))
+    answer = await worker.agenerate(ModelRequest("r", [1, 2], GenerationHyperparameters(max_new_tokens=3, top_k=3)))
+    assert answer.output_tokens == [7, 5, 9]
+    assert answer.choices is not None
+    assert [left.tolist() for left in answer.choices.sets()] == [[3, 7], [5], [9, 11, 200]]
+    await worker.aclose()
+    await listener.close()
+    await engine.aclose()

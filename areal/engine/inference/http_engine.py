@@ -123,7 +123,7 @@ class HttpEngine(ABC):
         server.on_death = self._fail
 
     @classmethod
-    async def start(
+    async def launch(
         cls, command: ServerCommand, directory: Path, owned: AsyncExitStack, timeout_seconds: float
     ) -> Self:
         """Start a server of the model in `directory`; `owned` is released when it has ended.

@@ -269,7 +269,7 @@ class _TokenSender:
 
     def __init__(self, engine: Any, channel: Channel) -> None:
         self._engine = engine
-        self._starts = hasattr(engine, "start")
+        self._starts = hasattr(engine, "drawn_since")
         """Whether it can begin an answer without a task that waits for it."""
         self._channel = channel
         self._parcels: list[list[Any]] = []

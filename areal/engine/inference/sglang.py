@@ -137,7 +137,7 @@ async def open_sglang(
         *arguments,
     ]
     command = ServerCommand("SGLang", argv, os.environ, f"http://127.0.0.1:{port}")
-    return await SglangEngine.start(command, directory, AsyncExitStack(), timeout_seconds)
+    return await SglangEngine.launch(command, directory, AsyncExitStack(), timeout_seconds)
 
 
 async def join_sglang(url: str, directory: Path) -> SglangEngine:

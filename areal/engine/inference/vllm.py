@@ -280,7 +280,7 @@ async def open_vllm(
         argv += ["--uds", f"{place}/socket", *arguments]
         environ = {**CPU_ENVIRONMENT, **os.environ, **ENVIRONMENT, **LOCAL_ENVIRONMENT, "PYTHONPATH": str(EXTENSION)}
         command = ServerCommand("vLLM", argv, environ, f"unix:{place}/socket")
-        return await VllmEngine.start(command, directory, owned.pop_all(), timeout_seconds)
+        return await VllmEngine.launch(command, directory, owned.pop_all(), timeout_seconds)
 
 
 async def join_vllm(url: str, directory: Path, scratch: Path | None = None) -> VllmEngine:
