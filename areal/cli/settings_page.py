@@ -1,9 +1,9 @@
 """The tables of docs/settings.md and docs/zh/settings.md, made from the settings' dataclasses:
 `python -m areal.cli.settings_page FILE`.
 
-It replaces what is below the mark in that file; a test compares the two. A page of another language has a file beside it,
-`settings.yaml`, with each sentence of the dataclasses and its translation. A sentence that was changed has none any more,
-so that no page says what is no longer true.
+It replaces what is below the mark in that file; a test compares the two. A page of another language has a file beside
+it, `settings.yaml`, with each sentence of the dataclasses and its translation. A sentence that was changed has none any
+more, so that no page says what is no longer true.
 """
 
 import re
@@ -67,8 +67,8 @@ def language_of(page: Path) -> Language:
     if wrong := sorted(said ^ sentences.keys()):
         what = "has no translation" if wrong[0] in said else "is said of no setting"
         raise ConfigError(
-            f"{file} must have every sentence about a setting and no other, but {len(wrong)} differ, and this one {what}: "
-            f"{wrong[0]!r}; change it there"
+            f"{file} must have every sentence about a setting and no other, but {len(wrong)} differ, and this one "
+            f"{what}: {wrong[0]!r}; change it there"
         )
     return Language(sentences, read["words"])
 
@@ -85,7 +85,9 @@ def tables(language: Language) -> str:
     sections: dict[str, list[Setting]] = {}
     for each in known:
         sections.setdefault(each.name.rpartition(".")[0], []).append(each)
-    parts = [_table(f"`{name}`" if name else language.word("The run"), rows, language) for name, rows in sections.items()]
+    parts = [
+        _table(f"`{name}`" if name else language.word("The run"), rows, language) for name, rows in sections.items()
+    ]
     usual = {each.name: each.default for each in known}
     for config_class, title in OTHERS.items():
         other = [each for each in settings(config_class) if usual.get(each.name, ...) != each.default]

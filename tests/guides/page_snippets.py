@@ -1,8 +1,8 @@
 """The fenced blocks of the documentation, each with a name, and the commands of those that are for a shell.
 
-The pages are README.md and what is below docs/; the Chinese ones have the blocks of their originals, which a test compares.
-A block is named for its page and the heading above it: `quickstart.md#on-a-gpu`, and `quickstart.md#on-a-gpu-2` for the
-second one there.
+The pages are README.md and what is below docs/; the Chinese ones have the blocks of their originals, which a test
+compares. A block is named for its page and the heading above it: `quickstart.md#on-a-gpu`, and
+`quickstart.md#on-a-gpu-2` for the second one there.
 """
 
 import re

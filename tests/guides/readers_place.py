@@ -5,10 +5,13 @@ import io
 import json
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from page_snippets import ROOT, snippets
 
+from areal import SFTTrainer
+from areal.api.cli_args import SFTConfig, load_expr_config
 from areal.cli.main import main
 
 TASK_LINE = json.dumps({"messages": [{"role": "user", "content": "Sort 5291"}], "answer": "1259"}) + "\n"
@@ -27,8 +30,8 @@ my_reward = digits_reward
 class ReadersPlace:
     """A directory in which what the pages print can be run."""
 
-    def __init__(self, directory: Path, model: Path, run: Path) -> None:
-        """`run` is a finished one, which becomes whichever run a page names."""
+    def __init__(self, directory: Path, model: Path, run: Callable[[str], Path]) -> None:
+        """`run` gives a finished one for an experiment's name, which is copied to where a page says that one is."""
         self.directory = directory
         self._run = run
         printed = {each.name: each.text for each in snippets()}
@@ -36,7 +39,7 @@ class ReadersPlace:
             (directory / name).write_text(TASK_LINE)
         (directory / "run.yaml").write_text(printed["quickstart.md#a-run-of-your-own"])
         (directory / "my_config.yaml").write_text(
-            f"{printed['quickstart.md#a-run-of-your-own']}\nworkflow: areal.workflow.RLVRWorkflow\n"
+            printed["quickstart.md#a-run-of-your-own"].replace("my_agent.MyAgent", "areal.workflow.RLVRWorkflow")
         )
         (directory / "my_agent.py").write_text(printed["agents.md#write-an-agent"])
         parts = (
@@ -62,14 +65,12 @@ class ReadersPlace:
         path.unlink(missing_ok=True)
         path.symlink_to(target)
 
-    def have_runs(self, words: list[str]) -> None:
-        """Those that a command names, or one where it looks for any."""
-        text = " ".join(words)
-        named = RUN.findall(text) or [("sort-digits", "one")]
-        for experiment, trial in named:
+    def have_runs(self, text: str) -> None:
+        """Those that a command or a file names."""
+        for experiment, trial in RUN.findall(text):
             place = self.directory / "runs" / experiment / trial
             if not place.exists():
-                shutil.copytree(self._run, place)
+                shutil.copytree(self._run(experiment), place)
         for run, step in CHECKPOINT.findall(text):
             checkpoints = self.directory / run / "checkpoints"
             if not (checkpoints / step).exists():
@@ -78,12 +79,22 @@ class ReadersPlace:
 
 
 def train_a_little(directory: Path) -> Path:
-    """A real run, of two steps and with an adapter, which every verb that takes a run or a model can use."""
-    words = ["train", "--demo", "trial_name=one", f"output_dir={directory}", "total_train_steps=2"]
-    words += ["actor.lora.rank=4", "rollout.in_process=true", "gconfig.n_samples=2", "gconfig.max_new_tokens=8"]
-    words += ["train_dataset.batch_size=4", "valid_dataset.path=", "quiet=true"]
+    """A real run of two steps, for every verb that takes a run."""
+    words = ["train", "--demo", "trial_name=one", f"output_dir={directory}", "total_train_steps=2", "quiet=true"]
+    words += ["rollout.in_process=true", "gconfig.n_samples=2", "gconfig.max_new_tokens=8"]
+    words += ["train_dataset.batch_size=4", "valid_dataset.path="]
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         code = main(words)
     assert code == 0, printed.getvalue()
     return directory / "sort-digits" / "one"
+
+
+def train_an_adapter(directory: Path) -> Path:
+    """A real run whose model is an adapter; supervised, since that needs no process but this one."""
+    words = ["experiment_name=lora", "trial_name=one", f"output_dir={directory}", "total_train_steps=1", "quiet=true"]
+    words += ["actor.lora.rank=4", "train_dataset.path=builtin:sort-digits", "train_dataset.batch_size=2"]
+    config, _ = load_expr_config(words, SFTConfig)
+    with SFTTrainer(config) as trainer:
+        trainer.train()
+    return directory / "lora" / "one"

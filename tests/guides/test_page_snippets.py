@@ -1,10 +1,10 @@
 """Every block of code on README.md and the pages below docs/ is run, in the way that fits its kind.
 
-Python is executed, and what it defines is used: agents play in this process and in one of their own, scripts train. YAML
-is loaded as settings, commands are run where they are cheap, and are otherwise rehearsed: `areal train` as `--dry-run`,
-`make` as `make -n`; `REHEARSALS` has all of them. Requests go to a real proxy. A block of which this is not possible is
-in `NOT_RUN` or `NEEDS` with the reason, and is still parsed; its settings are loaded, its options and files exist. A block
-that none of this knows fails.
+Python is executed, and what it defines is used: agents play in this process and in one of their own, scripts train.
+YAML is loaded as settings, commands are run where they are cheap, and are otherwise rehearsed: `areal train` as
+`--dry-run`, `make` as `make -n`; `REHEARSALS` has all of them. Requests go to a real proxy. A block of which this is
+not possible is in `NOT_RUN` or `NEEDS` with the reason, and is still parsed; its settings are loaded, its options and
+files exist. A block that none of this knows fails.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from guide_stage import TASK, guide_stage
 from openai.types.chat import ChatCompletionUserMessageParam
 from page_snippets import CODE, CONSOLE, DOCS, FENCE, ROOT, SHELLS, TEXT, Snippet, snippets, snippets_of
 from pydantic import TypeAdapter
-from readers_place import ReadersPlace, train_a_little
+from readers_place import ReadersPlace, train_a_little, train_an_adapter
 
 from areal.api.cli_args import GRPOConfig, load_expr_config
 from areal.api.messages import Episode
@@ -88,14 +88,20 @@ def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train_a_little(tmp_path_factory.mktemp("trained"))
 
 
+@pytest.fixture(scope="session")
+def adapter_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train_an_adapter(tmp_path_factory.mktemp("adapted"))
+
+
 @pytest.fixture
 def place(
-    tmp_path: Path, tiny_math: Path, small_run: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tiny_math: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[ReadersPlace]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     before = set(sys.modules)
-    yield ReadersPlace(tmp_path, tiny_math, small_run)
+    runs = {True: "adapter_run", False: "small_run"}  # only blocks that name one have it trained
+    yield ReadersPlace(tmp_path, tiny_math, lambda name: request.getfixturevalue(runs[name.endswith("-lora")]))
     for name in set(sys.modules) - before:
         if str(getattr(sys.modules[name], "__file__", None)).startswith(str(tmp_path)):
             del sys.modules[name]
@@ -113,7 +119,9 @@ def test_what_is_not_run_is_on_a_page() -> None:
     assert NOT_RUN.keys().isdisjoint(NEEDS)
 
 
-LOOKS_LIKE_CODE = re.compile(r"^(?:\$ |areal [a-z]|make [a-z]|pip |python3? |curl |import \w|from \w+.* import |class \w|def \w)")
+LOOKS_LIKE_CODE = re.compile(
+    r"^(?:\$ |areal [a-z]|make [a-z]|pip |python3? |curl |import \w|from \w+.* import |class \w|def \w)"
+)
 
 
 @pytest.mark.parametrize("snippet", of(TEXT))
@@ -164,8 +172,10 @@ def areal(words: list[str], place: ReadersPlace, run: bool) -> None:
         file = ["--config", parsed.config] if parsed.config and not parsed.config.startswith("runs/") else []
         load_expr_config([*demo, *file, *parsed.overrides], GRPOConfig)
     if run:
-        if verb not in {"train", "doctor", "config", "completion", "new"}:
-            place.have_runs(words)
+        file = getattr(parsed, "config", None)
+        place.have_runs(" ".join(words) + (Path(file).read_text() if file and Path(file).is_file() else ""))
+        if verb == "view":
+            place.have_runs("runs/sort-digits/one")
         REHEARSALS[verb](rest, parsed)
 
 
@@ -207,6 +217,11 @@ def rehearse_simulate(words: list[str], parsed: argparse.Namespace) -> None:
     call("simulate", *words, "--steps", "2", "--batch-size", "8", *(("--gpus", "8") if parsed.gpus else ()))
 
 
+def rehearse_new(words: list[str], parsed: argparse.Namespace) -> None:
+    Path(f"{parsed.name}.py").unlink(missing_ok=True)  # the reader's own, if another page had them write it
+    call("new", *words)
+
+
 def rehearse_status(words: list[str], parsed: argparse.Namespace) -> None:
     call("status", *words, codes=(3,))
 
@@ -223,11 +238,9 @@ REHEARSALS: dict[str, Callable[[list[str], argparse.Namespace], None]] = {
     "serve": rehearse_serve,  # what it is given is there; tests/cli/test_serve.py runs it
     "view": rehearse_view,  # as pages on a disk, in place of a server
     "simulate": rehearse_simulate,  # two small steps, on few machines
+    "new": rehearse_new,
     "status": rehearse_status,
-    **{
-        verb: as_printed(verb)
-        for verb in ("chat", "completion", "config", "export", "merge", "new", "replay", "rescore")
-    },
+    **{verb: as_printed(verb) for verb in ("chat", "completion", "config", "export", "merge", "replay", "rescore")},
 }
 
 
@@ -260,7 +273,9 @@ def python(words: list[str], place: ReadersPlace, run: bool) -> None:
             pass
         case ["-m", module, *options]:
             assert find_spec(module) is not None
-            helped = subprocess.run([sys.executable, "-m", module, "--help"], capture_output=True, text=True, timeout=120)
+            helped = subprocess.run(
+                [sys.executable, "-m", module, "--help"], capture_output=True, text=True, timeout=120
+            )
             assert all(f"{each} " in helped.stdout for each in options if each.startswith("--"))
         case [script, *overrides]:
             assert Path(script).is_file()
@@ -422,12 +437,12 @@ def test_printed_python_runs(snippet: Snippet, place: ReadersPlace, monkeypatch:
         before(place)
     monkeypatch.setattr("sys.argv", ["printed.py", *SCRIPT_WORDS.get(snippet.name, ())])
     is_script = snippet.name in SCRIPT_WORDS
-    space: dict[str, Any] = {"__name__": "__main__" if is_script else "printed", "trainer": Trainer()}
+    space: dict[str, Any] = {"__name__": "__main__" if is_script else "page", "trainer": Trainer()}
     if code.co_flags & inspect.CO_COROUTINE:
         asyncio.run(eval(code, space))
     else:
         exec(code, space)
-    agents = [each for each in space.values() if isinstance(each, type) and each.__module__ == "printed"]
+    agents = [each for each in space.values() if isinstance(each, type) and each.__module__ == "page"]
     if sequel := PYTHON_SEQUELS.get(snippet.name):
         sequel(space, place)
     elif agents:
@@ -441,10 +456,9 @@ def test_printed_python_runs(snippet: Snippet, place: ReadersPlace, monkeypatch:
 async def plays(agent: type) -> None:
     for said, reward in (("12", 1.0), ("13", 0.0)):
         async with guide_stage(lambda prompt, said=said: said) as stage:
-            for mode in ("inline", "subproc"):
-                episode = await stage.play(agent, TASK, mode=mode)
-                assert isinstance(episode, Episode), episode
-                assert episode.reward == reward
+            episode = await stage.play(agent, TASK)
+            assert isinstance(episode, Episode), episode
+            assert episode.reward == reward
 
 
 def is_checked(snippet: Snippet, name: str, place: ReadersPlace) -> None:
@@ -475,7 +489,7 @@ def computes_an_objective(space: dict[str, Any], place: ReadersPlace) -> None:
 
 
 def has_answered(space: dict[str, Any], place: ReadersPlace) -> None:
-    assert len(space["answer"].output_tokens) == 8
+    assert 1 <= len(space["answer"].output_tokens) <= 8
 
 
 def scores_without_a_sandbox(space: dict[str, Any], place: ReadersPlace) -> None:
@@ -509,10 +523,10 @@ def trained(space: dict[str, Any], place: ReadersPlace) -> None:
 
 
 def write_a_store(place: ReadersPlace) -> None:
+    import numpy as np
+
     from areal.api.messages import GroupResult, Row
     from areal.store.records import StepRecord
-
-    import numpy as np
 
     mask = np.array([False, True])
     row = Row(
@@ -536,10 +550,6 @@ def write_pairs(place: ReadersPlace) -> None:
     (place.directory / "pairs.jsonl").write_text("".join(f"{json.dumps(pair)}\n" for pair in pairs))
 
 
-def load_the_base(place: ReadersPlace) -> None:
-    place.have_runs([])
-
-
 SMALL = ("trial_name=two", "total_train_steps=2", "train_dataset.batch_size=2")
 SCRIPT_WORDS: dict[str, tuple[str, ...]] = {
     "datasets.md#supervised-training": ("train_dataset.path=builtin:sort-digits", *SMALL),
@@ -547,6 +557,7 @@ SCRIPT_WORDS: dict[str, tuple[str, ...]] = {
 }
 """Scripts, with the words that each is started with."""
 PRELUDES: dict[str, Callable[[ReadersPlace], None]] = {
+    "lora.md#what-a-run-leaves-2": lambda place: place.have_runs(named("lora.md#what-a-run-leaves-2").text),
     "preferences.md#pairs-of-answers": write_pairs,
     "store.md#what-to-look-for": write_a_store,
 }
@@ -594,7 +605,9 @@ DATA: dict[str, Callable[[dict[str, Any]], None]] = {
 
 
 def test_new_block_that_nothing_runs_would_fail() -> None:
-    page = "# A page\n\n```python\nx = 1\n```\n\n## Two\n\n```bash\nVALUE=1 unknown $(areal gone) > file && make x\n```\n"
+    page = (
+        "# A page\n\n```python\nx = 1\n```\n\n## Two\n\n```bash\nVALUE=1 unknown $(areal gone) > file && make x\n```\n"
+    )
     python_block, shell_block = snippets_of("new.md", page)
     assert (python_block.name, shell_block.name) == ("new.md#a-page", "new.md#two")
     assert "assert" not in python_block.text
