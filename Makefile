@@ -60,7 +60,7 @@ test: .venv/.installed-dev
 
 test-camel: .venv-camel/.installed
 	@.venv-camel/bin/python -c 'import camel.agents'  # else its tests would be skipped
-	@.venv-camel/bin/python -m pytest tests/frameworks tests/e2e/test_framework_training.py -k camel $(ARGS)
+	@.venv-camel/bin/python -m pytest tests/frameworks tests/guides/test_page_snippets.py tests/e2e/test_framework_training.py -k camel $(ARGS)
 
 # By import mode, or TRL would take the directories tests/vllm and tests/ray for packages that it can use.
 test-trl: .venv-trl/.installed

@@ -75,7 +75,7 @@ def language_of(page: Path) -> Language:
 
 def all_sentences() -> list[str]:
     """What settings of any trainer mean, each once."""
-    classes = (GRPOConfig, *OTHERS)
+    classes: tuple[type[Any], ...] = (GRPOConfig, *OTHERS)
     return list(dict.fromkeys(each.meaning for config_class in classes for each in settings(config_class)))
 
 
