@@ -81,7 +81,7 @@ class ReadersPlace:
 def train_a_little(directory: Path) -> Path:
     """A real run of two steps, for every verb that takes a run."""
     words = ["train", "--demo", "trial_name=one", f"output_dir={directory}", "total_train_steps=2", "quiet=true"]
-    words += ["rollout.in_process=true", "gconfig.n_samples=2", "gconfig.max_new_tokens=8"]
+    words += ["rollout.in_process=true", "rollout.num_workers=1", "gconfig.n_samples=2", "gconfig.max_new_tokens=8"]
     words += ["train_dataset.batch_size=4", "valid_dataset.path="]
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
