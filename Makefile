@@ -66,7 +66,7 @@ test: .venv/.installed-dev
 
 test-camel: .venv-camel/.installed
 	@.venv-camel/bin/python -c 'import camel.agents'  # else its tests would be skipped
-	@.venv-camel/bin/python -m pytest tests/frameworks tests/e2e/test_framework_training.py -k camel $(ARGS)
+	@.venv-camel/bin/python -m pytest tests/frameworks tests/guides/test_page_snippets.py tests/e2e/test_framework_training.py -k camel $(ARGS)
 
 # Every framework is tried, and the table printed, also when one of them fails.
 FRAMEWORK_TESTS := tests/frameworks/test_more_frameworks.py tests/e2e/test_more_framework_training.py

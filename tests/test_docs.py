@@ -115,5 +115,6 @@ def _names(module: Path) -> set[str]:
 
 def _anchors(page: Path) -> set[str]:
     """As GitHub makes them of headings: lower case, punctuation dropped, spaces to hyphens."""
-    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}

@@ -1,8 +1,5 @@
 import asyncio
 import json
-import os
-import shutil
-from pathlib import Path
 
 import httpx
 import pytest
@@ -13,7 +10,6 @@ from areal.config.rollout import GenerationHyperparameters
 from areal.proxy import Proxy, ProxyLimits
 
 WAIT_SECONDS = 10
-ROOT = Path(__file__).parents[2]
 
 
 def bearer(key):
@@ -59,28 +55,6 @@ async def test_life_of_an_online_session_is_three_calls(proxy, prefix):
     assert await online.outcome is True
     assert online.session.tree.last.reward == 0.5
     assert len(proxy) == len(proxy.online) == 0
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
-async def test_documented_commands_work_with_nothing_but_curl(proxy):
-    waiting = asyncio.create_task(proxy.online.offer(proxy.open_session, {}))
-    await asyncio.sleep(0)
-    commands = (ROOT / "docs/online.md").read_text().split("```bash\n")[2].split("```")[0]
-    shell = await asyncio.create_subprocess_exec(
-        "bash",
-        "-euo",
-        "pipefail",
-        "-c",
-        commands.replace("http://127.0.0.1:8123", proxy.origin),
-        env={**os.environ, "ADMIN_KEY": proxy.admin_key, "NO_PROXY": "127.0.0.1"},
-        stdout=asyncio.subprocess.PIPE,
-    )
-    async with asyncio.timeout(30):
-        said, _ = await shell.communicate()
-    assert shell.returncode == 0
-    assert b'"ended":true,"rewarded":true' in said
-    assert (await waiting).session.tree.reward == 1.0
 
 
 async def test_reward_may_come_after_the_end(proxy):
