@@ -91,7 +91,9 @@ def harbor_tasks(path: str, split: str, explicit_split: str, size: int | None) -
     name, _, query = path.removeprefix(PREFIX).partition("?")
     settings = dict(parse_qsl(query, keep_blank_values=True))
     if set(settings) - {ANSWER_FILE}:
-        raise DatasetError(f"{PREFIX}DIRECTORY has no setting {min(set(settings) - {ANSWER_FILE})!r}; there is {ANSWER_FILE}")
+        raise DatasetError(
+            f"{PREFIX}DIRECTORY has no setting {min(set(settings) - {ANSWER_FILE})!r}; there is {ANSWER_FILE}"
+        )
     directory = Path(name).expanduser().resolve()
     if not directory.is_dir():
         raise DatasetError(f"there is no directory {name!r}; name one of Harbor tasks, as in {PREFIX}tasks/hello-world")
@@ -169,7 +171,9 @@ def _seconds(directory: Path, table: Mapping[str, Any]) -> float:
 
 
 def _refuse_containers(directory: Path, config: Mapping[str, Any], environment: Mapping[str, Any]) -> None:
-    compose = [name for name in ("docker-compose.yaml", "docker-compose.yml") if (directory / "environment" / name).exists()]
+    compose = [
+        name for name in ("docker-compose.yaml", "docker-compose.yml") if (directory / "environment" / name).exists()
+    ]
     needs = [
         (bool(compose), "several services (docker-compose)"),
         (bool(environment.get("docker_image")), f"the image {environment.get('docker_image')!r}"),

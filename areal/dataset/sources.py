@@ -1,5 +1,5 @@
-"""Where tasks come from: `builtin:NAME`, `reasoning-gym:NAME`, `verifiers:ID`, `harbor:DIRECTORY`, files, directories, hub
-ids, dicts, `datasets` objects.
+"""Where tasks come from: `builtin:NAME`, `reasoning-gym:NAME`, `verifiers:ID`, `harbor:DIRECTORY`, files, directories,
+hub ids, dicts, `datasets` objects.
 
 Files are .jsonl or .parquet, or what `datasets` wrote with `save_to_disk`. A directory has splits: the first word of
 each file's name (`train-00000.parquet` and `train.jsonl` are train), or the names that `datasets` gave them. A single

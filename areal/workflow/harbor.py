@@ -22,7 +22,7 @@ from areal.api.errors import RewardInvalid, WorkflowError
 from areal.api.reward_api import as_reward
 from areal.config.errors import require
 from areal.config.rollout import GenerationHyperparameters
-from areal.dataset.harbor import ANSWER_FILE, Copy, HarborTask, Run
+from areal.dataset.harbor import ANSWER_FILE, Copy, HarborTask
 from areal.infra import workflow_context
 from areal.reward.code import extract_program
 from areal.reward.sandbox import SandboxLimits, find_isolation, run_program
@@ -184,7 +184,9 @@ class _Prepared:
     limits: SandboxLimits
 
     def run_script(self, script: str, workspace: Workspace) -> Ended:
-        return self._run(["bash", "-c", script], self.task.workdir, self.task.variables, workspace, self.task.agent_seconds)
+        return self._run(
+            ["bash", "-c", script], self.task.workdir, self.task.variables, workspace, self.task.agent_seconds
+        )
 
     def score(self, workspace: Workspace) -> float:
         return self._reward(workspace)[0] or 0.0
@@ -194,8 +196,9 @@ class _Prepared:
         reward, ended = self._reward(self.workspace)
         if reward is None:
             raise WorkflowError(
-                f"tests/test.sh of {str(self.task.directory)!r} must write a number to /logs/verifier/reward.txt, or to "
-                f"reward.json, in a sandbox without network; it {_how(ended)}; it printed: {ended.text[-400:].strip()!r}"
+                f"tests/test.sh of {str(self.task.directory)!r} must write a number to /logs/verifier/reward.txt, or "
+                f"to reward.json, in a sandbox without network; it {_how(ended)}; it printed: "
+                f"{ended.text[-400:].strip()!r}"
             )
 
     def _reward(self, workspace: Workspace) -> tuple[float | None, Ended]:
@@ -253,8 +256,8 @@ def _prepare(directory: Path, limits: SandboxLimits) -> _Prepared:
         )
         if ended.status != 0 or ended.workspace is None:
             raise WorkflowError(
-                f"the Dockerfile of {str(directory)!r} says `RUN {step.command:.120}`, which {_how(ended)} in a sandbox "
-                f"without network, where only {', '.join('/' + name for name in WRITABLE_NAMES)} can be written; it "
+                f"the Dockerfile of {str(directory)!r} says `RUN {step.command:.120}`, which {_how(ended)} in a "
+                f"sandbox without network, where only {', '.join('/' + name for name in WRITABLE_NAMES)} can be written; it "
                 f"printed: {ended.text[-400:].strip()!r}; leave the task out, or copy what it needs"
             )
         prepared = replace(prepared, workspace=ended.workspace)

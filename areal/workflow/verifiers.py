@@ -27,10 +27,10 @@ _HARNESS = "null"
 class VerifiersWorkflow(AgentWorkflow):
     """Plays tasks of `verifiers:ID`.
 
-    `env` is the id of a taskset, the config of an environment as a dict (`{"taskset": {"id": ...}, "agent": {...}}`), or
-    an `Env`, of which each episode makes its own; None = each task says what it belongs to. What the config leaves open
-    runs on this machine (`subprocess`), where the library would rent a sandbox. A harness must be named or come with
-    the taskset if it shall do more than converse. The metrics of a trace are figures of the run.
+    `env` is the id of a taskset, the config of an environment as a dict (`{"taskset": {"id": ...}, "agent": {...}}`),
+    or an `Env`, of which each episode makes its own; None = each task says what it belongs to. What the config leaves
+    open runs on this machine (`subprocess`), where the library would rent a sandbox. A harness must be named or come
+    with the taskset if it is to do more than converse. The metrics of a trace are figures of the run.
     """
 
     def __init__(self, env: Any = None) -> None:
@@ -75,7 +75,9 @@ class VerifiersWorkflow(AgentWorkflow):
         """The environment's config, with this machine where it names no place."""
         vf = self._library
         if not env:
-            raise WorkflowError("there is no environment; give VerifiersWorkflow an `env`, or read tasks from verifiers:ID")
+            raise WorkflowError(
+                "there is no environment; give VerifiersWorkflow an `env`, or read tasks from verifiers:ID"
+            )
         told = {"taskset": {"id": env}} if isinstance(env, str) else env
         try:
             config = vf.resolve_env_config(told)

@@ -52,11 +52,11 @@ def write_task(directory: Path, number: str) -> None:
 
 
 def main(directory: Path) -> None:
-    numbers = random.Random(1).sample(range(1000, 10000), 64 + 32)
+    numbers = random.Random(1).sample(range(1000, 10000), 64 + 96)
     for split, chosen in (("train", numbers[:64]), ("test", numbers[64:])):
         for number in chosen:
             write_task(directory / split / f"sort-{number}", str(number))
-    print(f"64 tasks in {directory / 'train'}, 32 in {directory / 'test'}")
+    print(f"64 tasks in {directory / 'train'}, 96 in {directory / 'test'}")
 
 
 if __name__ == "__main__":

@@ -30,7 +30,9 @@ def test_directories_below_are_tasks_in_the_order_of_their_names(tmp_path: Path)
     for name in ("b", "a", "deep/c"):
         write(tmp_path / name, instruction=f"Do {name}\n")
     tasks = read(f"harbor:{tmp_path}")
-    assert [task["messages"] for task in tasks] == [[{"role": "user", "content": f"Do {n}"}] for n in ("a", "b", "deep/c")]
+    assert [task["messages"] for task in tasks] == [
+        [{"role": "user", "content": f"Do {n}"}] for n in ("a", "b", "deep/c")
+    ]
     assert tasks[0]["harbor"] == {"name": "a", "directory": str(tmp_path / "a")}
     assert len(read(f"harbor:{tmp_path}", size=2)) == 2
     assert [task["harbor"]["name"] for task in read(f"harbor:{tmp_path / 'a'}")] == ["a"]
@@ -41,7 +43,7 @@ def test_directories_named_like_splits_are_splits(tmp_path: Path) -> None:
     write(tmp_path / "dev" / "two")
     assert [task["harbor"]["name"] for task in read(f"harbor:{tmp_path}")] == ["one"]
     assert [task["harbor"]["name"] for task in read(f"harbor:{tmp_path}", "valid")] == ["two"]
-    with pytest.raises(DatasetError, match="no split 'test' in .*; there are train, dev"):
+    with pytest.raises(DatasetError, match=r"no split 'test' in .*; there are train, dev"):
         read(f"harbor:{tmp_path}", "test")
 
 
@@ -58,7 +60,8 @@ def test_a_dockerfile_is_followed(tmp_path: Path) -> None:
         CMD ["bash"]
     """
     files = {"environment__Dockerfile": docker, "environment__data.txt": "1", "environment__notes.txt": "2"}
-    toml = "[agent]\ntimeout_sec = 5\n[verifier]\ntimeout_sec = 7.5\nenv = {MODE = 'strict'}\n[environment]\nenv = {SIZE = 'one'}"
+    limits = "[agent]\ntimeout_sec = 5\n[verifier]\ntimeout_sec = 7.5\n"
+    toml = f"{limits}env = {{MODE = 'strict'}}\n[environment]\nenv = {{SIZE = 'one'}}"
     task = HarborTask.read(write(tmp_path / "t", task=toml, **files))
     context = (tmp_path / "t" / "environment").resolve()
     variables = {"COLOUR": "red", "SIZE": "two words"}

@@ -22,7 +22,9 @@ echo $((1 - $?)) > /logs/verifier/reward.txt
 """
 
 
-def task(directory: Path, test: str = TEST, dockerfile: str = DOCKERFILE, query: str = "", toml: str = "") -> dict[str, Any]:
+def task(
+    directory: Path, test: str = TEST, dockerfile: str = DOCKERFILE, query: str = "", toml: str = ""
+) -> dict[str, Any]:
     files = {
         "instruction.md": "Sort 5291",
         "task.toml": toml or "[agent]\ntimeout_sec = 20\n[verifier]\ntimeout_sec = 20\n",
@@ -73,15 +75,21 @@ async def test_an_answer_file_takes_the_answer_and_runs_nothing(tokenizer: Any, 
     assert await rewards(tokenizer, speaker(lambda prompt: "echo 1259 > /app/answer.txt"), data) == [0.0]
 
 
-async def test_a_script_neither_sees_the_tests_nor_writes_the_reward(tokenizer: Any, speaker: Any, tmp_path: Path) -> None:
-    cheats = "ls /tests > seen.txt; mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.txt; (sleep 9; echo 1) & kill -9 2"
-    test = "cat /app/seen.txt 2>/dev/null; [ ! -s /app/seen.txt ]; echo 0 > /logs/verifier/reward.txt"
+async def test_a_script_sees_no_tests_and_leaves_no_reward(tokenizer: Any, speaker: Any, tmp_path: Path) -> None:
+    cheats = "ls /tests > seen.txt; mkdir -p /logs/verifier /tests; echo 1 | tee /logs/verifier/reward.txt /tests/mine"
+    found = "[ -s /app/seen.txt ] || [ -e /logs/verifier/reward.txt ] || [ -e /tests/mine ]"
+    test = f"{found}; echo $((1 - $?)) > /logs/verifier/reward.txt"
     says = speaker(lambda prompt: f"```\n{cheats}\n```")
     assert await rewards(tokenizer, says, task(tmp_path, test)) == [0.0]
 
 
+async def test_a_script_that_ends_its_sandbox_earns_nothing(tokenizer: Any, speaker: Any, tmp_path: Path) -> None:
+    says = speaker(lambda prompt: "```\nkill -9 $PPID\n```")
+    assert await rewards(tokenizer, says, task(tmp_path, "echo 1 > /logs/verifier/reward.txt")) == [0.0]
+
+
 async def test_rewards_of_json_may_lie_between(tokenizer: Any, speaker: Any, tmp_path: Path) -> None:
-    test = "echo '{\"reward\": 0.25, \"style\": 1}' > /logs/verifier/reward.json"
+    test = 'echo \'{"reward": 0.25, "style": 1}\' > /logs/verifier/reward.json'
     assert await rewards(tokenizer, speaker(lambda prompt: "true"), task(tmp_path, test)) == [0.25]
 
 
