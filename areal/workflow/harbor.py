@@ -44,6 +44,7 @@ SHOWN_CHARACTERS = 4000
 _MAX_PREPARED = 256
 _UNPACKING_SECONDS = 30.0
 _LIMITS = SandboxLimits(memory_bytes=1 << 30, output_bytes=32 << 20, processes=64, open_files=256)
+_WRITABLE = ", ".join(f"/{name}" for name in WRITABLE_NAMES)
 _FENCE = re.compile(r"^[ \t]*```", re.MULTILINE)
 
 Workspace = tuple[str, ...]
@@ -257,8 +258,8 @@ def _prepare(directory: Path, limits: SandboxLimits) -> _Prepared:
         if ended.status != 0 or ended.workspace is None:
             raise WorkflowError(
                 f"the Dockerfile of {str(directory)!r} says `RUN {step.command:.120}`, which {_how(ended)} in a "
-                f"sandbox without network, where only {', '.join('/' + name for name in WRITABLE_NAMES)} can be written; it "
-                f"printed: {ended.text[-400:].strip()!r}; leave the task out, or copy what it needs"
+                f"sandbox without network, where only {_WRITABLE} can be written; it printed: "
+                f"{ended.text[-400:].strip()!r}; leave the task out, or copy what it needs"
             )
         prepared = replace(prepared, workspace=ended.workspace)
     prepared.check()
@@ -270,8 +271,7 @@ def _place(path: str) -> str:
     parts = PurePosixPath(path).parts
     if len(parts) < 2 or parts[0] != "/" or parts[1] not in WRITABLE_NAMES or ".." in parts:
         raise WorkflowError(
-            f"a Harbor task's files must lie in {', '.join('/' + name for name in WRITABLE_NAMES)}, got {path!r}; "
-            "change its WORKDIR or where it copies to"
+            f"a Harbor task's files must lie in {_WRITABLE}, got {path!r}; change its WORKDIR or where it copies to"
         )
     return "/".join(parts[1:])
 
