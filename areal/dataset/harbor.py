@@ -34,7 +34,7 @@ _WITHOUT_EFFECT = {"CMD", "ENTRYPOINT", "EXPOSE", "HEALTHCHECK", "LABEL", "MAINT
 
 
 @dataclass(frozen=True)
-class Copy:
+class CopiedFiles:
     """A file or a directory of the task that goes to an absolute path."""
 
     source: Path
@@ -42,7 +42,7 @@ class Copy:
 
 
 @dataclass(frozen=True)
-class Run:
+class RunCommand:
     """A command that a Dockerfile runs."""
 
     command: str
@@ -55,7 +55,7 @@ class HarborTask:
     directory: Path
     instruction: str
     workdir: str
-    steps: list[Copy | Run]
+    steps: list[CopiedFiles | RunCommand]
     """What the Dockerfile does, in order; its FROM is not followed."""
     variables: dict[str, str] = field(default_factory=dict)
     verifier_variables: dict[str, str] = field(default_factory=dict)
@@ -192,7 +192,7 @@ class _Built:
 
     def __init__(self, directory: Path) -> None:
         self.workdir = _DEFAULT_WORKDIR
-        self.steps: list[Copy | Run] = []
+        self.steps: list[CopiedFiles | RunCommand] = []
         self.variables: dict[str, str] = {}
         self._context = directory / "environment"
         self._file = self._context / "Dockerfile"
@@ -210,11 +210,11 @@ class _Built:
         elif word in ("COPY", "ADD"):
             self.steps += self._copies(word, rest)
         elif word == "RUN":
-            self.steps.append(Run(_command(rest), self.workdir, dict(self.variables)))
+            self.steps.append(RunCommand(_command(rest), self.workdir, dict(self.variables)))
         elif word not in _WITHOUT_EFFECT:
             raise self._refused(word, rest, "a sandbox cannot follow it")
 
-    def _copies(self, word: str, rest: str) -> list[Copy]:
+    def _copies(self, word: str, rest: str) -> list[CopiedFiles]:
         words = json.loads(rest) if rest.startswith("[") else shlex.split(rest)
         flags = [each for each in words if each.startswith("--")]
         *sources, place = [each for each in words if each not in flags]
@@ -223,7 +223,7 @@ class _Built:
         target = PurePosixPath(self.workdir) / place
         found = [(source, path) for source in sources for path in self._matches(word, rest, source)]
         into = place.endswith(("/", "/.")) or place == "." or len(found) > 1
-        return [Copy(path, str(target / path.name if into and path.is_file() else target)) for _, path in found]
+        return [CopiedFiles(path, str(target / path.name if into and path.is_file() else target)) for _, path in found]
 
     def _matches(self, word: str, rest: str, source: str) -> list[Path]:
         context = self._context.resolve()

@@ -22,10 +22,10 @@ from areal.api.errors import RewardInvalid, WorkflowError
 from areal.api.reward_api import as_reward
 from areal.config.errors import require
 from areal.config.rollout import GenerationHyperparameters
-from areal.dataset.harbor import ANSWER_FILE, Copy, HarborTask
+from areal.dataset.harbor import ANSWER_FILE, CopiedFiles, HarborTask
 from areal.infra import workflow_context
 from areal.reward.code import extract_program
-from areal.reward.sandbox import SandboxLimits, find_isolation, run_program
+from areal.reward.sandbox import Isolation, SandboxLimits, find_isolation, run_program
 from areal.reward.sandbox.launcher.isolation import WRITABLE_NAMES
 from areal.trajectory import Tree, assign_reward, export
 from areal.trajectory.tensors import tensors_of_rows
@@ -37,7 +37,7 @@ from areal.workflow.rlvr import RLVRWorkflow
 if TYPE_CHECKING:
     from torch import Tensor
 
-ISOLATION = "namespaces"
+ISOLATION: Isolation = "namespaces"
 """The only kind in which programs may write files and start others."""
 SHOWN_CHARACTERS = 4000
 """Of what a script printed, from its end."""
@@ -203,7 +203,7 @@ class _Prepared:
             )
 
     def _reward(self, workspace: Workspace) -> tuple[float | None, Ended]:
-        tests = _archive([Copy(self.task.directory / "tests", "/tests")])
+        tests = _archive([CopiedFiles(self.task.directory / "tests", "/tests")])
         variables = self.task.variables | self.task.verifier_variables
         ended = self._run(
             ["bash", "/tests/test.sh"],
@@ -249,7 +249,7 @@ def _prepare(directory: Path, limits: SandboxLimits) -> _Prepared:
     task = HarborTask.read(directory)
     prepared = _Prepared(task, (), limits)
     for step in task.steps:
-        if isinstance(step, Copy):
+        if isinstance(step, CopiedFiles):
             prepared = replace(prepared, workspace=(*prepared.workspace, _archive([step])))
             continue
         ended = prepared._run(
@@ -276,7 +276,7 @@ def _place(path: str) -> str:
     return "/".join(parts[1:])
 
 
-def _archive(copies: list[Copy]) -> str:
+def _archive(copies: list[CopiedFiles]) -> str:
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w:gz", compresslevel=1) as tar:
         for copy in copies:

@@ -57,6 +57,7 @@ class OpenEnvWorkflow(TextEnvironmentWorkflow):
         self.action_field = action_field
         self.observation_field = observation_field
         self._schemas: dict[str, Mapping[str, Any]] = {}
+        self._core = _library()  # now, because it takes seconds, which no episode has
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> "dict[str, Tensor] | None":
         env = data.get("env", self.env)
@@ -70,8 +71,8 @@ class OpenEnvWorkflow(TextEnvironmentWorkflow):
     async def _in_process(self, engine: InferenceEngine, env: str, data: dict[str, Any]) -> "dict[str, Tensor] | None":
         thread, made = EnvironmentThread(self, "openenv"), None
         try:
-            made = await thread.call(_make, env, data.get("env_kwargs", self.env_kwargs))
-            action = _action_class(made)
+            made = await thread.call(_make, self._core, env, data.get("env_kwargs", self.env_kwargs))
+            action = _action_class(self._core, made)
             field = self._field(env, action.model_json_schema())
             seen = await thread.call(_reset, made, _reset_arguments(data))
             messages = [*data.get("messages", []), {"role": "user", "content": self._text(_fields(seen))}]
@@ -89,9 +90,8 @@ class OpenEnvWorkflow(TextEnvironmentWorkflow):
             thread.close(made)
 
     async def _on_server(self, engine: InferenceEngine, url: str, data: dict[str, Any]) -> "dict[str, Tensor] | None":
-        core = _library("openenv.core")
         field = self._field(url, await self._action_schema(url))
-        client = core.GenericEnvClient(
+        client = self._core.GenericEnvClient(
             base_url=url, connect_timeout_s=self.step_seconds, message_timeout_s=self.step_seconds
         )
         try:
@@ -144,7 +144,7 @@ class OpenEnvWorkflow(TextEnvironmentWorkflow):
                 f"an answer becomes one field of an action, and that of {env} has {', '.join(required) or 'none'}; "
                 "name one with action_field"
             )
-        return required[0]
+        return str(required[0])
 
     def _text(self, observation: Mapping[str, Any]) -> str:
         shown = {name: value for name, value in observation.items() if name not in _NOT_SHOWN}
@@ -158,15 +158,14 @@ class OpenEnvWorkflow(TextEnvironmentWorkflow):
         return texts[0] if len(texts) == 1 else json.dumps(shown, default=str)
 
 
-def _library(name: str) -> Any:
+def _library() -> Any:
     try:
-        return import_module(name)
+        return import_module("openenv.core")
     except ImportError as error:
         raise WorkflowError(missing("OpenEnvWorkflow needs openenv", error, "openenv")) from error
 
 
-def _make(env: str, kwargs: dict[str, Any]) -> Any:
-    interface = _library("openenv.core").Environment
+def _make(core: Any, env: str, kwargs: dict[str, Any]) -> Any:
     module, _, name = env.partition(":")
     try:
         made = getattr(import_module(module), name)(**kwargs)
@@ -175,19 +174,18 @@ def _make(env: str, kwargs: dict[str, Any]) -> Any:
             f"`env` must be module:Class of an OpenEnv Environment, or the address of a server, got {env!r} with "
             f"{kwargs}: {error}"
         ) from error
-    if not isinstance(made, interface):
+    if not isinstance(made, core.Environment):
         raise WorkflowError(f"{env} must be an OpenEnv Environment, it is a {type(made).__name__}")
     return made
 
 
-def _action_class(env: Any) -> Any:
+def _action_class(core: Any, env: Any) -> Any:
     """What its `step` says that it takes."""
-    base = _library("openenv.core").Action
     try:
         action = get_type_hints(type(env).step).get("action")
     except NameError:  # annotations that only a type checker can read
         action = None
-    if not (isinstance(action, type) and issubclass(action, base)):
+    if not (isinstance(action, type) and issubclass(action, core.Action)):
         raise WorkflowError(
             f"`step` of {type(env).__name__} must annotate its `action` with a subclass of Action, got {action!r:.60}; "
             "or serve the environment and give its address"

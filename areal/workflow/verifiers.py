@@ -5,6 +5,7 @@ those that the proxy recorded. Each episode has an environment and a server of i
 keeps a client for every address that it ever called. Needs verifiers 0.4 or newer (`verifiers.v1`).
 """
 
+import os
 from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
@@ -122,7 +123,7 @@ def _is_elsewhere(config: Any, trace: Any) -> bool:
 
 def _base_url(extra_kwargs: dict[str, Any]) -> str:
     """From the call, or in a process of its own from the environment."""
-    base_url = extra_kwargs.get("base_url") or workflow_context.get().base_url
+    base_url = extra_kwargs.get("base_url") or os.getenv("OPENAI_BASE_URL")
     if not base_url:
         raise WorkflowError("an episode of VerifiersWorkflow needs the base_url of a session; run it with a trainer")
     return str(base_url)

@@ -91,9 +91,12 @@ class McpAgent:
 
 
 def _as_function(tool: Any) -> dict[str, Any]:
-    """A tool as Chat Completions describes it; `strict` has calls sampled under their schema."""
+    """A tool as the OpenAI Agents SDK would describe it, which is what the built-in model has seen.
+
+    `strict` has calls sampled under their schema.
+    """
     schema = tool.input_schema
     strict = set(schema.get("properties", {})) == set(schema.get("required", []))
-    parameters = {**schema, "additionalProperties": False} if strict else schema
+    parameters = {**schema, "title": f"{tool.name}_args"} | ({"additionalProperties": False} if strict else {})
     function = {"name": tool.name, "description": tool.description or "", "parameters": parameters, "strict": strict}
     return {"type": "function", "function": function}

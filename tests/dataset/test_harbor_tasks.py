@@ -8,7 +8,7 @@ import pytest
 from areal.api.errors import DatasetError
 from areal.config.experiment import DatasetConfig
 from areal.dataset import get_custom_dataset
-from areal.dataset.harbor import Copy, HarborTask, Run
+from areal.dataset.harbor import CopiedFiles, HarborTask, RunCommand
 
 
 def write(directory: Path, **files: str) -> Path:
@@ -65,9 +65,9 @@ def test_a_dockerfile_is_followed(tmp_path: Path) -> None:
     task = HarborTask.read(write(tmp_path / "t", task=toml, **files))
     context = (tmp_path / "t" / "environment").resolve()
     variables = {"COLOUR": "red", "SIZE": "two words"}
-    copies = [Copy(context / name, f"/app/{name}") for name in ("data.txt", "notes.txt")]
+    copies = [CopiedFiles(context / name, f"/app/{name}") for name in ("data.txt", "notes.txt")]
     assert task.steps[:2] == copies
-    assert task.steps[2:] == [Run("mkdir -p sub &&              echo hi > sub/x", "/app", variables)]
+    assert task.steps[2:] == [RunCommand("mkdir -p sub &&              echo hi > sub/x", "/app", variables)]
     assert task.workdir == "/app/sub"
     assert task.variables == {"COLOUR": "red", "SIZE": "one"}
     assert (task.agent_seconds, task.verifier_seconds, task.verifier_variables) == (5.0, 7.5, {"MODE": "strict"})
