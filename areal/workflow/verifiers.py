@@ -49,7 +49,10 @@ class VerifiersWorkflow(AgentWorkflow):
         vf = self._library
         env = self._make(config)
         task = self._task(env, data)
-        client = vf.EvalClientConfig(base_url=_base_url(extra_kwargs), api_key_var=_NO_KEY)
+        # No limit of its own for connecting: the episode has its deadline.
+        client = vf.EvalClientConfig(
+            base_url=_base_url(extra_kwargs), api_key_var=_NO_KEY, timeout={"connect": None, "read": None}
+        )
         async with env.serving():
             episode = await env.run_episode(task, vf.ModelContext(model=MODEL, client=client))
         return self._reward(config, episode)

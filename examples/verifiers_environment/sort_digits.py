@@ -69,6 +69,7 @@ class ChatHarness(vf.Harness[ChatHarnessConfig]):
         data: vf.TaskData,
     ) -> vf.ProgramResult:
         messages = [{"role": "user", "content": data.prompt_text}]
-        async with AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0) as client:
+        # Its default gives a connection five seconds, which a full machine may take.
+        async with AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0, timeout=600) as client:
             await client.chat.completions.create(model=ctx.model, messages=messages)
         return vf.ProgramResult(exit_code=0, stdout="", stderr="")
