@@ -13,7 +13,7 @@
 #   make combinations           train one YAML on every scheduler and engine, and print the table; needs root and apt-get
 #   make test-fsdp              run those of training on several ranks; installs accelerate
 #   make test-lora              run those of adapters that come from PEFT and go to it; installs PEFT
-#   make test-environments      run those with reasoning-gym, gymnasium and hub ids, in an environment of their own
+#   make test-environments      run those with hub ids, reasoning-gym, gymnasium, verifiers, OpenEnv, MCP, Harbor's task directories, in an environment of their own
 #   make test-trackers          run those with W&B, MLflow, Trackio and SwanLab, in an environment of their own
 #   make test-otel              run those of OpenTelemetry's spans, in an environment of their own
 #   make fuzz [ARGS="--seed 2"] send the proxy 20,000 mutated requests; fails on any 500, hang or long echo
@@ -107,9 +107,11 @@ test-otel: .venv-otel/.installed
 	@.venv-otel/bin/python -c 'import opentelemetry.sdk'  # else its tests would be skipped
 	@.venv-otel/bin/python -m pytest tests/rollout/test_tracing.py $(ARGS)
 
-ENVIRONMENTS := tests/dataset/test_reasoning_gym.py tests/dataset/test_hub.py tests/workflow/test_gymnasium_text.py
+ENVIRONMENTS := tests/dataset/test_reasoning_gym.py tests/dataset/test_hub.py tests/dataset/test_harbor_tasks.py \
+	tests/workflow/test_gymnasium_text.py tests/workflow/test_harbor.py tests/workflow/test_mcp_tools.py \
+	tests/workflow/test_openenv.py tests/workflow/test_verifiers_environment.py
 test-environments: .venv-environments/.installed
-	@.venv-environments/bin/python -c 'import datasets, gymnasium, reasoning_gym'  # else the tests would be skipped
+	@.venv-environments/bin/python -c 'import datasets, gymnasium, mcp, openenv.core, reasoning_gym, verifiers.v1'  # else the tests would be skipped
 	@.venv-environments/bin/python -m pytest $(ENVIRONMENTS) $(ARGS)
 
 test-fsdp: .venv/.installed-fsdp

@@ -10,7 +10,10 @@ import argparse
 from areal.cli.parsers import Verb, port
 
 MODEL = "the directory of a model or of a run, builtin:NAME or a hub id"
-TASKS = "a .jsonl or .parquet file, a directory of them, a hub id, reasoning-gym:NAME or builtin:NAME"
+TASKS = (
+    "a .jsonl or .parquet file, a directory of them, a hub id, reasoning-gym:NAME, verifiers:ID, harbor:DIRECTORY or "
+    "builtin:NAME"
+)
 FILTER = "only episodes for which all words hold: 'reward<0.5 tokens>200 state:trained \"some text\"'"
 
 

@@ -34,8 +34,9 @@ class DatasetConfig:
     """Where tasks come from, and how many make a step."""
 
     path: str = ""
-    """`builtin:NAME`, `reasoning-gym:NAME`, a .jsonl or .parquet file with a task per row, a directory of
-    such files or one that `save_to_disk` wrote, or a hub id such as `openai/gsm8k:main`; empty = none."""
+    """`builtin:NAME`, `reasoning-gym:NAME`, `verifiers:ID`, `harbor:DIRECTORY`, a .jsonl or .parquet file with a task
+    per row, a directory of such files or one that `save_to_disk` wrote, or a hub id such as `openai/gsm8k:main`; empty
+    = none."""
     split: str = ""
     """Split of a built-in task, a directory or a hub id (there also `train[:90%]`); empty = train for train_dataset,
     test for valid_dataset."""

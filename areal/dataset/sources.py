@@ -1,4 +1,5 @@
-"""Where tasks come from: `builtin:NAME`, `reasoning-gym:NAME`, files, directories, hub ids, dicts, `datasets` objects.
+"""Where tasks come from: `builtin:NAME`, `reasoning-gym:NAME`, `verifiers:ID`, `harbor:DIRECTORY`, files, directories,
+hub ids, dicts, `datasets` objects.
 
 Files are .jsonl or .parquet, or what `datasets` wrote with `save_to_disk`. A directory has splits: the first word of
 each file's name (`train-00000.parquet` and `train.jsonl` are train), or the names that `datasets` gave them. A single
@@ -17,7 +18,12 @@ from areal.api.errors import DatasetError
 from areal.config.experiment import DatasetConfig
 from areal.dataset import hub
 from areal.dataset.builtin import SPLITS, TASKS
-from areal.dataset.reasoning_gym import PREFIX, reasoning_gym_tasks
+from areal.dataset.harbor import PREFIX as HARBOR
+from areal.dataset.harbor import harbor_tasks
+from areal.dataset.reasoning_gym import PREFIX as REASONING_GYM
+from areal.dataset.reasoning_gym import reasoning_gym_tasks
+from areal.dataset.verifiers import PREFIX as VERIFIERS
+from areal.dataset.verifiers import verifiers_tasks
 from areal.utils.installing import missing
 
 Task = dict[str, Any]
@@ -42,8 +48,12 @@ def get_custom_dataset(split: str, dataset_config: DatasetConfig, tokenizer: Any
         )
     if path.startswith("builtin:"):
         tasks = _builtin(path.removeprefix("builtin:"), dataset_config.split or split, dataset_config.size)
-    elif path.startswith(PREFIX):
+    elif path.startswith(REASONING_GYM):
         tasks = reasoning_gym_tasks(path, dataset_config.split or split, dataset_config.size)
+    elif path.startswith(VERIFIERS):
+        tasks = verifiers_tasks(path, dataset_config.split or split, dataset_config.size)
+    elif path.startswith(HARBOR):
+        tasks = harbor_tasks(path, split, dataset_config.split, dataset_config.size)
     else:
         read = _read_path(Path(path), split, explicit_split=dataset_config.split, size=dataset_config.size)
         tasks = [with_messages(task) for task in read]

@@ -9,16 +9,30 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from areal.workflow.gymnasium_text import GymnasiumWorkflow
+    from areal.workflow.harbor import HarborWorkflow
     from areal.workflow.multi_turn import MultiTurnWorkflow
+    from areal.workflow.openenv import OpenEnvWorkflow
     from areal.workflow.rlvr import RLVRWorkflow
+    from areal.workflow.verifiers import VerifiersWorkflow
     from areal.workflow.vision_rlvr import VisionRLVRWorkflow
 
-__all__ = ["GymnasiumWorkflow", "MultiTurnWorkflow", "RLVRWorkflow", "VisionRLVRWorkflow"]
+__all__ = [
+    "GymnasiumWorkflow",
+    "HarborWorkflow",
+    "MultiTurnWorkflow",
+    "OpenEnvWorkflow",
+    "RLVRWorkflow",
+    "VerifiersWorkflow",
+    "VisionRLVRWorkflow",
+]
 
 _MODULES = {
     "GymnasiumWorkflow": "areal.workflow.gymnasium_text",
+    "HarborWorkflow": "areal.workflow.harbor",
     "MultiTurnWorkflow": "areal.workflow.multi_turn",
+    "OpenEnvWorkflow": "areal.workflow.openenv",
     "RLVRWorkflow": "areal.workflow.rlvr",
+    "VerifiersWorkflow": "areal.workflow.verifiers",
     "VisionRLVRWorkflow": "areal.workflow.vision_rlvr",
 }
 

@@ -33,6 +33,9 @@ BUBBLEWRAP = ("/usr/bin/bwrap", "/bin/bwrap", "/usr/local/bin/bwrap")
 NOBODY = 65534
 PROGRAM, INSTALLATION, FILTER, STATUS = 3, 4, 5, 6
 """Descriptors at the start of a program, or of bubblewrap, which keeps all but the first two to itself."""
+WRITABLE_NAMES = ("app", "home", "logs", "root", "solution", "tests", "tmp", "workspace")
+"""Links in the root of `Namespaces` to directories of these names below the one that can be written: a program that
+expects to write there, as it could in a container, makes the directory and can."""
 
 
 class Unprotected:
@@ -233,6 +236,9 @@ class Namespaces(Unprotected):
                 kernel.ATTR_NOSUID | (kernel.ATTR_RDONLY | kernel.ATTR_NODEV if os.path.isdir(path) else 0),
                 below=True,
             )
+        for name in WRITABLE_NAMES:
+            if not os.path.lexists(f"{root}/{name}"):  # Python may be installed there
+                os.symlink(f"scratch/{name}", f"{root}/{name}")
         mapped = mapped_files()
         os.chdir(root)
         kernel.pivot_root()
