@@ -1,0 +1,101 @@
+"""Make what the run begins with: `python3 -m examples.search_agent.warm_up`.
+
+Writes the tasks, makes a model of half a million parameters with a tokenizer of its own, and shows it by supervised
+training how a search looks, on questions of the training split only. It has then begun to search, and no more. Settings
+may follow as in other examples.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from areal import SFTTrainer
+from areal.api.cli_args import SFTConfig, load_expr_config
+from areal.cli.main import guard
+from examples.search_agent.agent import TOOLS, SearchIndex, shown
+from examples.search_agent.corpus import Question, documents, questions
+
+PLACE = Path("runs/search-agent-warm-up")
+TASKS, UNTRAINED = PLACE / "tasks", PLACE / "untrained"
+SETTINGS = [
+    f"experiment_name={PLACE.name}",
+    "trial_name=one",
+    f"actor.path={UNTRAINED}",
+    "actor.optimizer.lr=3e-3",
+    "total_train_steps=220",
+    "train_dataset.batch_size=32",
+    "saver.freq_steps=50",
+]
+VOCABULARY = 576
+"""So small that names are cut into syllables: a name that training never had is read and written like any other."""
+POSITIONS = 1024
+
+
+def write_tasks() -> None:
+    TASKS.mkdir(parents=True, exist_ok=True)
+    for split in ("train", "test"):
+        lines = [json.dumps(question.as_task()) + "\n" for question in questions(split)]
+        (TASKS / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
+
+
+def lessons() -> list[dict[str, Any]]:
+    """The questions of training, each searched and answered."""
+    index = SearchIndex(documents())
+    return [{"messages": _conversation(question, index), "tools": TOOLS} for question in questions("train")]
+
+
+def _conversation(question: Question, index: SearchIndex) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = list(question.as_task()["messages"])
+    for query in question.searches:
+        call = {"name": "search", "arguments": json.dumps({"query": query})}
+        messages.append({"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]})
+        messages.append({"role": "tool", "content": shown(index.search(query))})
+    cited = " ".join([question.answer, *(f"[{number}]" for number in question.evidence)])
+    return [*messages, {"role": "assistant", "content": cited}]
+
+
+def write_untrained(examples: list[dict[str, Any]]) -> None:
+    """A tokenizer for such conversations, and a model with random weights."""
+    import torch
+
+    from areal.config.training import OptimizerConfig
+    from areal.engine.builtin.tokenizer import CHAT_TEMPLATE, make_tokenizer
+    from areal.engine.model.architecture import Architecture
+    from areal.engine.model.decoder import initialise
+    from areal.engine.training.engine import TrainingEngine
+
+    blank = make_tokenizer([CHAT_TEMPLATE], 300, POSITIONS)
+    texts = [blank.apply_chat_template(each["messages"], tools=TOOLS, tokenize=False) for each in examples]
+    tokenizer = make_tokenizer(texts, VOCABULARY, POSITIONS)
+    architecture = Architecture(
+        family="qwen3",
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        num_layers=3,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=32,
+        intermediate_size=256,
+        max_positions=POSITIONS,
+        tied_embeddings=True,
+        eos_token_ids=(tokenizer.eos_token_id,),
+    )
+    engine = TrainingEngine(architecture, OptimizerConfig(), total_steps=1)
+    initialise(engine.decoder, torch.Generator().manual_seed(20))
+    engine.save(str(UNTRAINED))
+    tokenizer.save_pretrained(UNTRAINED)
+
+
+def main(argv: list[str]) -> None:
+    write_tasks()
+    examples = lessons()
+    if not (UNTRAINED / "config.json").exists():
+        write_untrained(examples)
+    config, _ = load_expr_config([*SETTINGS, *argv], SFTConfig)
+    with SFTTrainer(config, train_dataset=examples) as trainer:
+        trainer.train()
+
+
+if __name__ == "__main__":
+    sys.exit(guard(main, sys.argv[1:]))
