@@ -14,7 +14,12 @@ from typing import Any
 from areal.cli.main import guard
 
 PLACE = Path("runs/smollm2-tasks")
-INSTRUCTION = "Reply in JSON with name, age and city."
+SHOWN = [
+    {"role": "system", "content": "Reply in JSON."},
+    {"role": "user", "content": "Ann from Bonn is 30."},
+    {"role": "assistant", "content": '{"name": "Ann", "age": 30, "city": "Bonn"}'},
+]
+"""What every conversation begins with."""
 NAMES = """
 Alice Anna Arthur Bella Carl Clara Daniel David Diana Edward Elena Emily Emma Felix Frank George Grace Hannah Helen
 Henry Igor Jack James Jane Julia Karen Laura Leo Linda Lucas Maria Mark Martin Nora Oliver Oscar Paul Peter Rachel
@@ -49,8 +54,7 @@ def tasks(split: str) -> list[dict[str, Any]]:
 def _task(draw: random.Random, names: list[str]) -> dict[str, Any]:
     profile = {"name": draw.choice(names), "age": draw.randint(11, 89), "city": draw.choice(CITIES.split())}
     sentence = draw.choice(SENTENCES).format(**profile)
-    messages = [{"role": "system", "content": INSTRUCTION}, {"role": "user", "content": sentence}]
-    return {"messages": messages, "profile": profile, "answer": json.dumps(profile)}
+    return {"messages": [*SHOWN, {"role": "user", "content": sentence}], "profile": profile, "answer": json.dumps(profile)}
 
 
 def profile_reward(
