@@ -37,8 +37,10 @@ TOOLS: list[dict[str, Any]] = [
         },
     }
 ]
+CREATE = """CREATE VIRTUAL TABLE documents USING fts5(text, tokenize="porter unicode61 tokenchars '-'")"""
+"""Names have hyphens, and are words as a whole."""
 _CITATION = re.compile(r"\[(\d+)\]")
-_WORD = re.compile(r"\w+")
+_WORD = re.compile(r"[\w-]+")
 
 
 class SearchIndex:
@@ -48,7 +50,7 @@ class SearchIndex:
         # Episodes may run in another thread than the one that made the agent; a search only reads.
         self._database = sqlite3.connect(":memory:", check_same_thread=False)
         try:
-            self._database.execute("CREATE VIRTUAL TABLE documents USING fts5(text, tokenize='porter unicode61')")
+            self._database.execute(CREATE)
         except sqlite3.OperationalError as error:
             raise WorkflowError(f"this Python's SQLite has no full-text search ({error}); use one with FTS5") from error
         rows = [(document.number, document.text) for document in texts]

@@ -1,7 +1,7 @@
 """A small world that is always the same: people, short documents about them, and questions with their evidence.
 
 Every person lives somewhere, likes something and works for another, a document each. A question needs one document
-(`Where does Mirano live?`) or two (`What does the boss of Mirano like?`: who that is, and what they like). People are
+(`Where does Ann-Fox live?`) or two (`What does the boss of Ann-Fox like?`: who that is, and what they like). People are
 split by a hash of their name: no question of training is about a person that a held-out question is about.
 """
 
@@ -11,10 +11,45 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
-SYLLABLES = ["ba", "da", "fe", "ga", "hi", "jo", "ka", "lo", "mi", "na", "pe", "ra", "su", "ti", "vo", "zu"]
+FIRST = [
+    "Ann",
+    "Ben",
+    "Cleo",
+    "Dan",
+    "Eva",
+    "Finn",
+    "Gus",
+    "Hal",
+    "Ida",
+    "Jan",
+    "Kim",
+    "Leo",
+    "Max",
+    "Nora",
+    "Otto",
+    "Pia",
+]
+LAST = [
+    "Ash",
+    "Bell",
+    "Cole",
+    "Day",
+    "East",
+    "Fox",
+    "Gray",
+    "Hill",
+    "Ives",
+    "Jay",
+    "King",
+    "Lane",
+    "Moss",
+    "Nash",
+    "Orr",
+    "Park",
+]
 CITIES = ["Bern", "Cairo", "Delhi", "Lima", "Oslo", "Paris", "Quito", "Rome", "Seoul", "Tokyo"]
 HOBBIES = ["chess", "dance", "films", "golf", "jazz", "maths", "poker", "rugby", "tea", "yoga"]
-PEOPLE = 240
+PEOPLE = 200
 HELD_OUT_PERCENT = 25
 SEED = 7
 
@@ -60,13 +95,11 @@ class Question:
 @cache
 def people() -> dict[str, Person]:
     draw = random.Random(SEED)
-    names: dict[str, None] = {}
-    while len(names) < PEOPLE:
-        names["".join(draw.choices(SYLLABLES, k=3)).capitalize()] = None
+    names = draw.sample([f"{first}-{last}" for first in FIRST for last in LAST], PEOPLE)
     numbers = draw.sample(range(100, 1000), 3 * PEOPLE)
     found = {}
-    # Everyone is the boss of one: the documents with a name and "works" are two, and a search shows both.
-    for at, (name, boss) in enumerate(zip(names, [*list(names)[1:], next(iter(names))], strict=True)):
+    # Everyone is the boss of one, so a search for a name and "works" finds two documents that fit it as well.
+    for at, (name, boss) in enumerate(zip(names, [*names[1:], names[0]], strict=True)):
         lives, likes, works = numbers[3 * at : 3 * at + 3]
         found[name] = Person(name, draw.choice(CITIES), draw.choice(HOBBIES), boss, lives, likes, works)
     return found

@@ -54,7 +54,11 @@ def tasks(split: str) -> list[dict[str, Any]]:
 def _task(draw: random.Random, names: list[str]) -> dict[str, Any]:
     profile = {"name": draw.choice(names), "age": draw.randint(11, 89), "city": draw.choice(CITIES.split())}
     sentence = draw.choice(SENTENCES).format(**profile)
-    return {"messages": [*SHOWN, {"role": "user", "content": sentence}], "profile": profile, "answer": json.dumps(profile)}
+    return {
+        "messages": [*SHOWN, {"role": "user", "content": sentence}],
+        "profile": profile,
+        "answer": json.dumps(profile),
+    }
 
 
 def profile_reward(
