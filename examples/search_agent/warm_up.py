@@ -1,12 +1,14 @@
 """Make what the run begins with: `python3 -m examples.search_agent.warm_up`.
 
-Writes the tasks, makes a model of half a million parameters with a tokenizer of its own, and shows it by supervised
-training how a search looks, on questions of the training split only. It has then begun to search, and no more. Settings
-may follow as in other examples.
+Writes the tasks, makes a model of half a million parameters with a tokenizer of its own, and teaches it by supervised
+training: first to copy, in exercises of a line, then how a search looks, on questions of the training split only.
+It has then begun to search, and no more. Settings may follow as in other examples.
 """
 
 import json
+import random
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +16,19 @@ from areal import SFTTrainer
 from areal.api.cli_args import SFTConfig, load_expr_config
 from areal.cli.main import guard
 from examples.search_agent.agent import TOOLS, SearchIndex, shown
-from examples.search_agent.corpus import Question, documents, questions
+from examples.search_agent.corpus import CITIES, FIRST, HOBBIES, LAST, Question, documents, questions
 
 PLACE = Path("runs/search-agent-warm-up")
 TASKS, UNTRAINED = PLACE / "tasks", PLACE / "untrained"
 SETTINGS = [
     f"experiment_name={PLACE.name}",
-    "trial_name=one",
-    f"actor.path={UNTRAINED}",
     "actor.optimizer.lr=3e-3",
-    "total_train_steps=220",
-    "train_dataset.batch_size=32",
+    "actor.optimizer.beta2=0.95",
+    "actor.optimizer.warmup_steps=50",
     "saver.freq_steps=50",
 ]
+EXERCISES = ["total_train_steps=500", "train_dataset.batch_size=64"]
+LESSONS = ["total_train_steps=120", "train_dataset.batch_size=32"]
 VOCABULARY = 800
 """At most: so large that first and last names, cities and hobbies are a token each."""
 POSITIONS = 1024
@@ -43,6 +45,28 @@ def lessons() -> list[dict[str, Any]]:
     """The questions of training, each searched and answered."""
     index = SearchIndex(documents())
     return [{"messages": _conversation(question, index), "tools": TOOLS} for question in questions("train")]
+
+
+def exercises(count: int, seed: int = 1) -> Iterator[dict[str, Any]]:
+    """Short ones in which almost every word of the answer is one of the question, about a world that does not exist.
+
+    In a whole conversation the word to copy is one of 150, and a new model takes long to find out that copying helps.
+    """
+    draw = random.Random(seed)
+    for _ in range(count):
+        name, other = (f"{draw.choice(FIRST)}-{draw.choice(LAST)}" for _ in range(2))
+        number, city, hobby = draw.randrange(100, 1000), draw.choice(CITIES), draw.choice(HOBBIES)
+        asked, answer = draw.choice(
+            [
+                (f"[{number}] {name} lives in {city}", f"{city} [{number}]"),
+                (f"[{number}] {name} likes {hobby}", f"{hobby} [{number}]"),
+                (f"[{number}] {name} works for {other}", f"{other} [{number}]"),
+                (f"Where does {name} live?", f"lives {name}"),
+                (f"What does {name} like?", f"likes {name}"),
+                (f"What does the boss of {name} like?", f"works {name}"),
+            ]
+        )
+        yield {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]}
 
 
 def _conversation(question: Question, index: SearchIndex) -> list[dict[str, Any]]:
@@ -87,14 +111,23 @@ def write_untrained(examples: list[dict[str, Any]]) -> None:
     tokenizer.save_pretrained(UNTRAINED)
 
 
+def teach(name: str, model: Path, examples: list[dict[str, Any]], settings: list[str]) -> Path:
+    """The run of that name, which begins with `model`; one that is finished is left as it is."""
+    run = PLACE / name
+    if not (run / "summary.json").exists():
+        config, _ = load_expr_config([*SETTINGS, *settings, f"trial_name={name}", f"actor.path={model}"], SFTConfig)
+        with SFTTrainer(config, train_dataset=examples) as trainer:
+            trainer.train()
+    return run
+
+
 def main(argv: list[str]) -> None:
     write_tasks()
-    examples = lessons()
+    conversations = lessons()
     if not (UNTRAINED / "config.json").exists():
-        write_untrained(examples)
-    config, _ = load_expr_config([*SETTINGS, *argv], SFTConfig)
-    with SFTTrainer(config, train_dataset=examples) as trainer:
-        trainer.train()
+        write_untrained(conversations)
+    copying = teach("exercises", UNTRAINED, list(exercises(20_000)), [*EXERCISES, *argv])
+    teach("one", copying, conversations, [*LESSONS, *argv])
 
 
 if __name__ == "__main__":
