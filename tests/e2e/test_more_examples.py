@@ -35,3 +35,17 @@ def test_example_without_a_script_trains_by_the_command_line(start: Start, tmp_p
     assert run.wait() == 0, run.text
     summary = summary_of(tmp_path / "runs/countdown/one")
     assert (summary["steps"], summary["rejections"]) == (2, {})
+
+
+def test_search_agent_is_warmed_up_and_trains(start: Start, tmp_path: Path) -> None:
+    run = start("-m", "examples.search_agent.warm_up", "total_train_steps=2", "train_dataset.batch_size=4")
+    assert run.wait() == 0, run.text
+    config = ROOT / "examples/search_agent/config.yaml"
+    words = ["total_train_steps=2", "trial_name=one", "actor.ppo_n_minibatches=1", "gconfig.max_new_tokens=8"]
+    run = start("-m", "areal.cli.main", "train", "--config", config, *SMALL, *words)
+    assert run.wait() == 0, run.text
+    summary = summary_of(tmp_path / "runs/search-agent/one")
+    assert (summary["steps"], summary["rejections"]) == (2, {})
+    assert {row["messages"][0]["role"] for row in rows_of(tmp_path / "runs/search-agent/one/rollouts.jsonl")} == {
+        "user"
+    }
