@@ -141,7 +141,7 @@ package:
 	@.venv-package/bin/python -m pip install -qq $(TORCH) "$$(ls dist/*.whl)[demo,vision,test]" hypothesis jsonschema && .venv-package/bin/python -m pip check
 	@outside=$$(mktemp -d) && trap 'rm -rf "$$outside"' EXIT && cp -r --parents $(wildcard $(PACKAGED)) "$$outside" && cd "$$outside" && \
 	export PATH="$(CURDIR)/.venv-package/bin:$$PATH" && areal --version && areal new agent my_agent && areal check my_agent.MyAgent --engine fake && \
-	areal new --example text_environment && areal new --example countdown && areal train --config examples/countdown/config.yaml --dry-run && \
+	areal new --example text_environment && areal new --example agent_workflow && areal train --config examples/agent_workflow/config.yaml --dry-run && \
 	areal train --demo total_train_steps=3 evaluator.greedy=false && areal view runs --bundle pages && \
 	python -m pytest -q -p no:cacheprovider -o markers=slow -o asyncio_mode=auto -o asyncio_default_fixture_loop_scope=function tests
 
