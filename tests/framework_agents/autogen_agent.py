@@ -1,4 +1,5 @@
 from autogen_agentchat.agents import AssistantAgent
+from autogen_agentchat.messages import TextMessage
 from autogen_core.models import ModelInfo
 from autogen_ext.models.openai import OpenAIChatCompletionClient
 
@@ -17,4 +18,5 @@ class AutogenAgent:
         )
         agent = AssistantAgent("solver", model, tools=[add], max_tool_iterations=3)
         result = await agent.run(task=data["messages"][-1]["content"])
-        return float(result.messages[-1].to_text() == data["answer"])
+        last = result.messages[-1]
+        return float(isinstance(last, TextMessage) and last.content == data["answer"])
