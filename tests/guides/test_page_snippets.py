@@ -55,6 +55,8 @@ NOT_RUN = {
     "deployment.md#metrics": "asks a run that trains; tests/e2e/test_metrics_page.py does",
     "deployment.md#ray": "needs a Ray cluster with GPUs",
     "deployment.md#slurm": "needs a Slurm cluster with GPUs",
+    "examples.md#a-pretrained-model": "converts a model and trains it for half an hour",
+    "examples.md#search-and-cite": "its model is made first, which takes minutes",
     "legacy.md#legacy-agents": "my_param is a setting of the reader's own",
     "preferences.md#a-reward-model": "needs a reward model; tests/trainer/test_preference_training.py trains one",
     "scaling.md#servers-that-run-already": "connects to a server that would have to run",
@@ -65,14 +67,26 @@ NOT_RUN = {
 """Name -> why it cannot be run here."""
 NEEDS = {
     "datasets.md#reasoning-gym": "reasoning_gym",
-    "environments.md#environments": "gymnasium",
+    "environments.md#gymnasium": "gymnasium",
+    "environments.md#verifiers-2": "verifiers",
     "frameworks.md#camel-ai": "camel",
     "lora.md#what-a-run-leaves-2": "peft",
+    "more-frameworks.md#autogen": "autogen_agentchat",
+    "more-frameworks.md#crewai": "crewai",
+    "more-frameworks.md#dspy": "dspy",
+    "more-frameworks.md#google-adk": "google.adk",
+    "more-frameworks.md#haystack": "haystack",
+    "more-frameworks.md#instructor": "instructor",
+    "more-frameworks.md#litellm": "litellm",
+    "more-frameworks.md#llamaindex": "llama_index",
+    "more-frameworks.md#smolagents": "smolagents",
+    "more-frameworks.md#strands": "strands",
     "ranks.md#training-on-several-ranks": "accelerate",
+    "tracing.md#tracing": "opentelemetry.sdk",
 }
 """Name -> the library without which it is only parsed; a make target of its own installs it."""
-PLAIN_PROGRAMS = {"cat", "echo", "eval", "export", "openssl", "umask", "jq", "."}
-"""Of every machine, and without a part of ours."""
+PLAIN_PROGRAMS = {"cat", "echo", "eval", "export", "openssl", "umask", "jq", ".", "for", "do", "done"}
+"""Of every machine or of the shell, and without a part of ours."""
 TRANSLATED = sorted(path.name for path in (DOCS / "zh").glob("*.md"))
 ALL = snippets()
 
@@ -82,7 +96,14 @@ def of(*kinds: str) -> list[Any]:
 
 
 def is_run(snippet: Snippet) -> bool:
-    return snippet.name not in NOT_RUN and find_spec(NEEDS.get(snippet.name, "areal")) is not None
+    return snippet.name not in NOT_RUN and is_installed(NEEDS.get(snippet.name, "areal"))
+
+
+def is_installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # nor is the package that it would be in
+        return False
 
 
 @pytest.fixture(scope="session")
@@ -277,6 +298,16 @@ def pip(words: list[str], place: ReadersPlace, run: bool) -> None:
         assert set(named[1].split(",")) <= set(extras) if named else each in known
 
 
+def uv(words: list[str], place: ReadersPlace, run: bool) -> None:
+    match words:
+        case ["pip", "install", *asked]:
+            pip(["install", *(each for each in asked if not each.startswith("-"))], place, run)
+        case ["pip", "compile", file, *_]:
+            assert (ROOT / file).is_file()
+        case _:
+            assert words == ["venv"]
+
+
 def python(words: list[str], place: ReadersPlace, run: bool) -> None:
     match words:
         case ["-c", program]:
@@ -290,9 +321,10 @@ def python(words: list[str], place: ReadersPlace, run: bool) -> None:
             pass
         case ["-m", module, *options]:
             assert find_spec(module) is not None
-            helped = subprocess.run(
-                [sys.executable, "-m", module, "--help"], capture_output=True, text=True, timeout=120
-            )
+            if not options:
+                return
+            command = [sys.executable, "-m", module, "--help"]
+            helped = subprocess.run(command, capture_output=True, text=True, timeout=120)
             assert all(f"{each} " in helped.stdout for each in options if each.startswith("--"))
         case [script, *overrides]:
             assert Path(script).is_file()
@@ -347,6 +379,7 @@ PROGRAMS: dict[str, Callable[[list[str], ReadersPlace, bool], None]] = {
     "areal": areal,
     "make": make,
     "pip": pip,
+    "uv": uv,
     "python": python,
     "python3": python,
     "curl": curl,
@@ -586,6 +619,7 @@ PYTHON_SEQUELS: dict[str, Callable[[dict[str, Any], ReadersPlace], None]] = {
     "algorithms.md#functions-of-your-own-2": computes_an_objective,
     "datasets.md#supervised-training": trained,
     "engine.md#the-embedded-engine": has_answered,
+    "environments.md#verifiers-2": lambda space, place: None,
     "environments.md#tasks-2": lambda space, place: None,  # its line was checked by the trainer here
     "legacy.md#write-an-agent": is_a_legacy_agent,
     "lora.md#what-a-run-leaves-2": lambda space, place: None,
@@ -612,11 +646,18 @@ def is_a_task_of_an_environment(data: dict[str, Any]) -> None:
     assert data.keys() == {"env", "seed", "env_kwargs"}
 
 
+def is_a_task_of_an_openenv_environment(data: dict[str, Any]) -> None:
+    module, _, _ = data["env"].partition(":")
+    assert find_spec(module) is not None
+    assert data.keys() == {"env", "seed", "options"}
+
+
 def is_a_message(data: dict[str, Any]) -> None:
     TypeAdapter(ChatCompletionUserMessageParam).validate_python(data)
 
 
 DATA: dict[str, Callable[[dict[str, Any]], None]] = {
+    "environments.md#openenv": is_a_task_of_an_openenv_environment,
     "environments.md#tasks": is_a_task_of_an_environment,
     "frameworks.md#images": is_a_message,
 }
