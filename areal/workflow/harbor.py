@@ -60,7 +60,7 @@ for archive in job["workspace"]:
     with tarfile.open(fileobj=io.BytesIO(base64.b64decode(archive))) as tar:
         tar.extractall(".", filter="fully_trusted")
 path = f"{os.path.dirname(sys.executable)}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-variables = {"PATH": path, "HOME": "/home", "TMPDIR": "/tmp", "LANG": "C.UTF-8"} | job["variables"]
+variables = {"PATH": path, "HOME": "/scratch/home", "TMPDIR": "/tmp", "LANG": "C.UTF-8"} | job["variables"]
 with open("printed", "w+b") as printed:
     try:
         status = subprocess.run(
@@ -225,7 +225,7 @@ class _Prepared:
         *,
         keep: bool = True,
     ) -> Ended:
-        kept = [name for name in WRITABLE_NAMES if name not in ("logs", "solution", "tests")] if keep else []
+        kept = ["home", *(name for name in WRITABLE_NAMES if name not in ("logs", "solution", "tests"))] if keep else []
         job = {
             "command": command,
             "workdir": _place(workdir),

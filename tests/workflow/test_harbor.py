@@ -27,7 +27,7 @@ def task(
 ) -> dict[str, Any]:
     files = {
         "instruction.md": "Sort 5291",
-        "task.toml": toml or "[agent]\ntimeout_sec = 20\n[verifier]\ntimeout_sec = 20\n",
+        "task.toml": toml or "[agent]\ntimeout_sec = 100\n[verifier]\ntimeout_sec = 100\n",
         "environment/Dockerfile": dockerfile,
         "environment/number.txt": "5291",
         "tests/test.sh": test,
@@ -76,7 +76,7 @@ async def test_an_answer_file_takes_the_answer_and_runs_nothing(tokenizer: Any, 
 
 
 async def test_a_script_sees_no_tests_and_leaves_no_reward(tokenizer: Any, speaker: Any, tmp_path: Path) -> None:
-    cheats = "ls /tests > seen.txt; mkdir -p /logs/verifier /tests; echo 1 | tee /logs/verifier/reward.txt /tests/mine"
+    cheats = "ls /tests/ > seen.txt; mkdir -p /logs/verifier /tests; echo 1 | tee /logs/verifier/reward.txt /tests/mine"
     found = "[ -s /app/seen.txt ] || [ -e /logs/verifier/reward.txt ] || [ -e /tests/mine ]"
     test = f"{found}; echo $((1 - $?)) > /logs/verifier/reward.txt"
     says = speaker(lambda prompt: f"```\n{cheats}\n```")

@@ -33,7 +33,7 @@ BUBBLEWRAP = ("/usr/bin/bwrap", "/bin/bwrap", "/usr/local/bin/bwrap")
 NOBODY = 65534
 PROGRAM, INSTALLATION, FILTER, STATUS = 3, 4, 5, 6
 """Descriptors at the start of a program, or of bubblewrap, which keeps all but the first two to itself."""
-WRITABLE_NAMES = ("app", "home", "logs", "root", "solution", "tests", "tmp", "workspace")
+WRITABLE_NAMES = ("app", "logs", "solution", "tests", "tmp", "workspace")
 """Links in the root of `Namespaces` to directories of these names below the one that can be written: a program that
 expects to write there, as it could in a container, makes the directory and can."""
 
