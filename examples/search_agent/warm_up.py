@@ -27,7 +27,7 @@ SETTINGS = [
     "actor.optimizer.warmup_steps=50",
     "saver.freq_steps=50",
 ]
-EXERCISES = ["total_train_steps=500", "train_dataset.batch_size=64"]
+EXERCISES = ["total_train_steps=150", "train_dataset.batch_size=64"]
 LESSONS = ["total_train_steps=120", "train_dataset.batch_size=32"]
 VOCABULARY = 800
 """At most: so large that first and last names, cities and hobbies are a token each."""
@@ -126,7 +126,7 @@ def main(argv: list[str]) -> None:
     conversations = lessons()
     if not (UNTRAINED / "config.json").exists():
         write_untrained(conversations)
-    copying = teach("exercises", UNTRAINED, list(exercises(20_000)), [*EXERCISES, *argv])
+    copying = teach("exercises", UNTRAINED, list(exercises(10_000)), [*EXERCISES, *argv])
     teach("one", copying, conversations, [*LESSONS, *argv])
 
 
