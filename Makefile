@@ -71,7 +71,7 @@ test-camel: .venv-camel/.installed
 # Every framework is tried, and the table printed, also when one of them fails.
 FRAMEWORK_TESTS := tests/frameworks/test_more_frameworks.py tests/e2e/test_more_framework_training.py
 test-frameworks: .venv-frameworks/.installed .venv-crewai/.installed
-	@.venv-frameworks/bin/python -c 'import autogen_agentchat, dspy, google.adk, haystack, instructor, litellm, llama_index.llms.openai_like, smolagents, strands'
+	@LITELLM_LOCAL_MODEL_COST_MAP=True .venv-frameworks/bin/python -c 'import autogen_agentchat, dspy, google.adk, haystack, instructor, litellm, llama_index.llms.openai_like, smolagents, strands'
 	@.venv-crewai/bin/python -c 'import crewai'  # else its tests would be skipped
 	@rm -f .venv-frameworks/results.xml .venv-crewai/results.xml
 	@failed=0; for each in frameworks crewai; do \
