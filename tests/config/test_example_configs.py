@@ -13,6 +13,9 @@ ON_PAIRS = {"dpo": DPOConfig, "reward_model": RewardConfig}
 """Examples whose pairs are made by a script first."""
 MADE_FIRST = {"search_agent": "runs/search-agent-warm-up/", "smollm2": "models/"}
 """Examples whose model and tasks are made by scripts first, and where."""
+TASKS_MADE_FIRST = {*MADE_FIRST, "harbor_tasks"}
+LIBRARIES = {"reasoning-gym:": "reasoning_gym", "verifiers:": "verifiers"}
+"""By how the path of a dataset begins: what reads it, in an environment of its own (`make test-environments`)."""
 
 
 def test_there_is_an_example_config() -> None:
@@ -41,12 +44,13 @@ def test_example_config_names_what_is_there(path: Path) -> None:
         assert config.actor.path.removeprefix("builtin:") in BUILTIN
     if path.parent.name in ON_PAIRS:
         return
-    if config.train_dataset.path.startswith("reasoning-gym:"):
-        pytest.importorskip("reasoning_gym")
+    for prefix, library in LIBRARIES.items():
+        if config.train_dataset.path.startswith(prefix):
+            pytest.importorskip(library)
     check(WorkflowSpec(config.workflow, {"reward_fn": config.reward_fn} if config.reward_fn else {}))
     if config.reward_fn:
         assert callable(import_object(config.reward_fn, "reward_fn"))
-    if path.parent.name in MADE_FIRST:
+    if path.parent.name in TASKS_MADE_FIRST:
         return
     assert get_custom_dataset(split="train", dataset_config=config.train_dataset)
     assert get_custom_dataset(split="test", dataset_config=config.valid_dataset)
