@@ -23,7 +23,6 @@ MADE_BY_RUNS = {"runs", "__pycache__"}
 COMMANDS = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 OUTSIDE_LINK = re.compile(r"\[([^\]]+)\]\(\.\./[^)]*\)")
 """To a file that is not copied along."""
-NAME_COLUMNS = 18
 
 
 @dataclass(frozen=True)
@@ -58,16 +57,17 @@ class Example:
 
 def list_examples() -> str:
     """Names and what each shows, for a terminal."""
-    columns = shutil.get_terminal_size().columns
+    known = known_examples()
+    indent = max(map(len, known)) + 2
     lines = [
         textwrap.fill(
-            f"{each.name:<{NAME_COLUMNS}}{each.summary}",
-            width=max(columns, 2 * NAME_COLUMNS),
-            subsequent_indent=" " * NAME_COLUMNS,
+            f"{each.name:<{indent}}{each.summary}",
+            width=max(shutil.get_terminal_size().columns, 2 * indent),
+            subsequent_indent=" " * indent,
             break_long_words=False,
             break_on_hyphens=False,
         )
-        for each in known_examples().values()
+        for each in known.values()
     ]
     return "\n".join([*lines, "", "areal new --example NAME copies one"])
 
