@@ -46,9 +46,14 @@ MOST_SECONDS = 300.0
 """For all of it, on a quiet machine with a near package index."""
 
 
-def call(words: Sequence[str | Path], seconds: float = FETCH_SECONDS, cwd: Path | None = None) -> None:
+def call(words: Sequence[str | Path], seconds: float = FETCH_SECONDS) -> None:
     """What it prints goes to stderr: stdout is the report's."""
-    subprocess.run(words, check=True, timeout=seconds, cwd=cwd, stdout=sys.stderr, env=outside_variables())
+    subprocess.run(words, check=True, timeout=seconds, stdout=sys.stderr, env=clean_variables())
+
+
+def clean_variables() -> dict[str, str]:
+    """Without paths to packages: what pip finds there it takes for installed, and the environment would not be empty."""
+    return {name: value for name, value in outside_variables().items() if not name.startswith("PYTHON")}
 
 
 def own_wheel(place: Path) -> Path:
@@ -141,7 +146,7 @@ def until_rising(areal: Path, place: Path) -> tuple[float, list[float]]:
     """Seconds from the command on, and the rewards so far."""
     words = ["train", "--demo", "trial_name=one", "evaluator.freq_steps=null", "evaluator.greedy=false", "quiet=true"]
     # Its models too are made anew, as for somebody who has never run it.
-    variables = {**outside_variables(), "AREAL_CACHE": str(place / "cache"), "XDG_CACHE_HOME": str(place / "cache")}
+    variables = {**clean_variables(), "AREAL_CACHE": str(place / "cache"), "XDG_CACHE_HOME": str(place / "cache")}
     began = time.monotonic()
     process = subprocess.Popen([areal, *words], cwd=place, env=variables, stdout=sys.stderr)
     try:

@@ -33,7 +33,7 @@ def test_every_example_is_known_and_listed_with_what_it_shows(capsys: pytest.Cap
     assert main(["new", "--example"]) == 0
     shown = capsys.readouterr().out
     assert [line.split()[0] for line in shown.splitlines() if line[:1].strip()][:-1] == NAMES
-    assert re.search(r"^countdown +  A small model learns to reach a target", shown, re.MULTILINE)
+    assert re.search(r"^countdown {2,}A small model learns to reach a target", shown, re.MULTILINE)
     for example in known_examples().values():
         assert example.summary.endswith("."), example.name
         assert example.commands, example.name

@@ -58,12 +58,12 @@ class Example:
 def list_examples() -> str:
     """Names and what each shows, for a terminal."""
     known = known_examples()
-    columns, beside = shutil.get_terminal_size().columns, max(map(len, known)) + 2
+    indent = max(map(len, known)) + 2
     lines = [
         textwrap.fill(
-            f"{each.name:<{beside}}{each.summary}",
-            width=max(columns, 2 * beside),
-            subsequent_indent=" " * beside,
+            f"{each.name:<{indent}}{each.summary}",
+            width=max(shutil.get_terminal_size().columns, 2 * indent),
+            subsequent_indent=" " * indent,
             break_long_words=False,
             break_on_hyphens=False,
         )
