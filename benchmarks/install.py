@@ -52,7 +52,7 @@ def call(words: Sequence[str | Path], seconds: float = FETCH_SECONDS) -> None:
 
 
 def clean_variables() -> dict[str, str]:
-    """Without paths to packages: what pip finds there it takes for installed, and the environment would not be empty."""
+    """Without paths to packages: what pip finds there it takes for installed, and an environment would not be empty."""
     return {name: value for name, value in outside_variables().items() if not name.startswith("PYTHON")}
 
 
