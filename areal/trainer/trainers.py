@@ -19,7 +19,6 @@ from areal.config.experiment import ExperimentConfig, PPOConfig
 from areal.config.parallel import Ranks
 from areal.dataset import TaskSource, get_custom_dataset, read_tasks
 from areal.engine.model_path import check_model_path
-from areal.infra import tracing
 from areal.rollout.loading import Workflow, WorkflowSpec, check
 from areal.utils.closing import Closing
 from areal.utils.installing import install_hint
@@ -47,7 +46,9 @@ class PPOTrainer(Closing):
         check_models(config)
         check_trackers(config)
         if config.rollout.tracing:
-            tracing.require_installed()
+            from areal.infra.tracing import require_installed  # here, because it loads numpy
+
+            require_installed()
         self._tasks_named = train_dataset is None
         if train_dataset is not None:
             self._tasks = read_tasks(train_dataset)
