@@ -53,7 +53,7 @@ def _verdict(rows: Rows) -> str:
     _, held_out = points(rows, "eval_reward")
     if not held_out:
         return "reward"
-    return "held-out success " + " → ".join(f"{value:.2f}" for value in dict.fromkeys((held_out[0], held_out[-1])))
+    return "held-out reward " + " → ".join(f"{value:.2f}" for value in dict.fromkeys((held_out[0], held_out[-1])))
 
 
 def _draw_reward(axes: Any, rows: Rows) -> None:
