@@ -208,6 +208,39 @@ def test_a_process_starts_in_a_directory_that_was_deleted(monkeypatch: pytest.Mo
         assert result_of(pool, math.sqrt, 4.0) == 2.0
 
 
+DIES_AFTER_ITS_SECOND_FORK = """
+import os, signal, sys
+control, sys.path[:] = sys.argv[1], sys.argv[2:]
+from areal.utils.process_pool import fork_server, worker
+server, main, send_fds, forks = os.getpid(), worker.main, fork_server.socket.send_fds, []
+def main_without_a_parent(*arguments):
+    while len(forks) == 1 and os.getppid() == server:
+        os.sched_yield()
+    main(*arguments)
+def send_once(*arguments):
+    forks.append(1)
+    send_fds(*arguments) if len(forks) == 1 else os.kill(server, signal.SIGKILL)
+try:
+    os.close(os.open({note!r}, os.O_CREAT | os.O_EXCL))
+except FileExistsError:
+    pass
+else:
+    worker.main, fork_server.socket.send_fds = main_without_a_parent, send_once
+fork_server.serve(int(control))
+"""
+
+
+def test_process_whose_server_died_before_it_told_of_it_takes_no_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = DIES_AFTER_ITS_SECOND_FORK.format(note=str(tmp_path / "note"))
+    monkeypatch.setattr(fork_server, "_BOOTSTRAP", script)
+    with ProcessPool(1) as pool:
+        lose_a_process(pool)
+        answers = {result_of(pool, os.getppid) for _ in range(20)}
+        assert answers == set(pool.supervisors())
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_random_kills_cost_only_the_calls_that_ran(tmp_path: Path, seed: int) -> None:
     draw, notes = random.Random(seed), tmp_path / "notes"

@@ -40,7 +40,7 @@ from areal.utils.process_pool.channel import (
     PoolChannelClosed,
     PoolFrame,
 )
-from areal.utils.process_pool.fork_server import ForkServer, search_path
+from areal.utils.process_pool.fork_server import ForkedProcess, ForkServer, search_path
 
 _MAX_FUNCTIONS = 64
 _END_SECONDS = 10.0
@@ -65,9 +65,10 @@ class Child:
     def __init__(self, server: ForkServer, limits: Limits, load_seconds: float) -> None:
         """`load_seconds` bounds the loading of a function, and of the arguments of one call."""
         self._server = server
-        ours, theirs = socket.socketpair()
-        self._channel = PoolChannel(ours, TOKEN_BYTES + MOST_RESULT_BYTES)
-        self._claims = Claims.new()
+        try:
+            self._process, self._channel, self._claims = _forked(server, limits)
+        except ConnectionError:  # the server has died meanwhile; another will do
+            self._process, self._channel, self._claims = _forked(server, limits)
         self._load_seconds = load_seconds
         self._functions: set[bytes] = set()
         self._began: float | None = None
@@ -80,14 +81,6 @@ class Child:
         """How it ended, once it was ended."""
         self.usable = True
         """False once it was killed or died: end it and start another."""
-        with theirs:
-            try:
-                memory_bytes, cpu_seconds = limits.memory_bytes or 0, limits.cpu_seconds or 0.0
-                self._process = server.fork(theirs.fileno(), self._claims.read_fd, memory_bytes, cpu_seconds)
-            except OSError:
-                ours.close()
-                self._claims.close()
-                raise
 
     @property
     def pid(self) -> int:
@@ -237,6 +230,21 @@ class Child:
         if kind is not wanted:
             raise PoolChannelBroken(f"a frame {kind.name} instead of {wanted.name}")
         return rest
+
+
+def _forked(server: ForkServer, limits: Limits) -> tuple[ForkedProcess, PoolChannel, Claims]:
+    """A new process and this end of what connects it."""
+    ours, theirs = socket.socketpair()
+    claims = Claims.new()
+    with theirs:
+        try:
+            memory_bytes, cpu_seconds = limits.memory_bytes or 0, limits.cpu_seconds or 0.0
+            process = server.fork(theirs.fileno(), claims.read_fd, memory_bytes, cpu_seconds)
+        except OSError:
+            ours.close()
+            claims.close()
+            raise
+    return process, PoolChannel(ours, TOKEN_BYTES + MOST_RESULT_BYTES), claims
 
 
 def _new_tokens(count: int) -> list[bytes]:

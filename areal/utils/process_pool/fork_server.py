@@ -107,7 +107,11 @@ class ForkServer:
         return None if process is None else process.pid
 
     def fork(self, channel_fd: int, claims_fd: int, memory_bytes: int, cpu_seconds: float) -> ForkedProcess:
-        """A new worker process at these descriptors; limits of 0 are none. Raises OSError."""
+        """A new worker process at these descriptors; limits of 0 are none. Raises OSError.
+
+        After a ConnectionError another try needs other descriptors: the server died, maybe after it had forked a
+        process, and two that read one channel would each take a part of what is sent.
+        """
         environment = {b"OMP_NUM_THREADS": b"1", **os.environb}  # there are as many processes as cores
         request = pickle.dumps(WorkerRequest(memory_bytes, cpu_seconds, environment, _umask()))
         directory_fd = os.open(".", os.O_PATH | os.O_DIRECTORY)  # by descriptor, as it may have been deleted
@@ -118,10 +122,9 @@ class ForkServer:
                     raise OSError(errno.ESHUTDOWN, "the fork server was closed")
                 if self._process is not None and self._process.poll() is None:
                     self.wake()
-                    with suppress(ConnectionError):  # it has died meanwhile; another will do
-                        return self._ask(request, fds)
-                self._end()
-                self._start()
+                else:
+                    self._end()
+                    self._start()
                 return self._ask(request, fds)
         finally:
             os.close(directory_fd)
@@ -269,6 +272,7 @@ class _Server:
 
     def _fork(self, request: WorkerRequest, fds: Sequence[int]) -> None:
         status_read, status_write = os.pipe()
+        server_pid = os.getpid()
         try:
             pid = os.fork()
         except OSError:
@@ -279,7 +283,7 @@ class _Server:
             own = (self._control.fileno(), status_read, status_write)
             for descriptor in (*own, *self._workers, *(status_fd for _, status_fd in self._workers.values())):
                 os.close(descriptor)
-            _become_worker(request, fds)
+            _become_worker(request, fds, server_pid)
         try:
             pidfd = os.pidfd_open(pid)
         except OSError:
@@ -304,7 +308,7 @@ class _Server:
         os.close(pidfd)
 
 
-def _become_worker(request: WorkerRequest, fds: Sequence[int]) -> NoReturn:
+def _become_worker(request: WorkerRequest, fds: Sequence[int], server_pid: int) -> NoReturn:
     """In the fork: be as a process that the pool's own had started."""
     from areal.utils.process_pool.worker import main
 
@@ -324,7 +328,7 @@ def _become_worker(request: WorkerRequest, fds: Sequence[int]) -> NoReturn:
             time.tzset()
         if request.umask is not None:
             os.umask(request.umask)
-        main(channel_fd, claims_fd, request.memory_bytes, request.cpu_seconds)
+        main(channel_fd, claims_fd, request.memory_bytes, request.cpu_seconds, server_pid)
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:

@@ -49,9 +49,8 @@ _POOL_MODULE = "areal.utils.process_pool.pool"
 Reply = tuple[PoolFrame, bytes]
 
 
-def main(channel_fd: int, claims_fd: int, memory_bytes: int, cpu_seconds: float) -> None:
-    """Serve the parent at `channel_fd` until it goes away; a limit of 0 is none."""
-    supervisor = os.getppid()
+def main(channel_fd: int, claims_fd: int, memory_bytes: int, cpu_seconds: float, supervisor: int) -> None:
+    """Serve the pool at `channel_fd` until it or the parent, `supervisor`, goes away; a limit of 0 is none."""
     die_with_parent()
     adopt_orphans()
     _limit(resource.RLIMIT_CORE, 0)
