@@ -48,21 +48,20 @@ def second_moment_kept(
     log_weight_N: Tensor,  # noqa: N803
     advantages_N: Tensor,  # noqa: N803
     most: float,
-    tokens: int | None = None,
 ) -> Tensor:
-    """Which tokens are kept [N], bool, so that the second moment is at most `most` (M2PO).
+    """Which tokens are kept [N], bool, so that the second moment is at most `most` (M2PO, 2510.01161, algorithm 1).
 
-    It is the mean over all tokens of the squared log-weights of those that a clip could hold, where the policy has
-    gone where the advantage points already. Of these the largest are left out, and no more than it takes. `tokens`: how
-    many there are in all, if those without an advantage, which a clip never holds, are not all here.
+    It is the mean of the squared log-weights over those kept tokens that a clip could hold, where the policy has gone
+    where the advantage points already. Of these the largest are left out, and no more than it takes. Tokens without an
+    advantage, which a clip never holds, do not count, so nor does it matter whether they are here.
     """
-    tokens = len(log_weight_N) if tokens is None else tokens
     candidates = torch.nonzero(log_weight_N * advantages_N > 0).flatten()
     squares = log_weight_N[candidates].double().square()
     largest_first = torch.argsort(squares, descending=True, stable=True)
-    left = squares[largest_first].flip(0).cumsum(0).flip(0)
+    left = torch.arange(len(squares), 0, -1)
+    means = squares[largest_first].flip(0).cumsum(0).flip(0) / left
     kept = torch.ones(len(log_weight_N), dtype=torch.bool)
-    kept[candidates[largest_first[left > most * tokens]]] = False
+    kept[candidates[largest_first[means > most]]] = False
     return kept
 
 
@@ -83,16 +82,12 @@ def correct(
     advantages_N: Tensor,  # noqa: N803
     completions: Completions,
     algorithm: Algorithm,
-    tokens: int | None = None,
 ) -> Correction:
-    """Bound and mask the weights of one of the functions above, or of a user's, as the algorithm says.
-
-    `tokens`: how many the batch has, if those without an advantage are not all here.
-    """
+    """Bound and mask the weights of one of the functions above, or of a user's, as the algorithm says."""
     low, high = algorithm.behave_imp_weight_floor, algorithm.behave_imp_weight_cap
     found = bounded(weights_N, low, high, truncate=algorithm.correction_bound == "truncate")
     if algorithm.second_moment is not None:
-        found = found * second_moment_kept(log_weight_N, advantages_N, algorithm.second_moment, tokens)
+        found = found * second_moment_kept(log_weight_N, advantages_N, algorithm.second_moment)
     if algorithm.negative_mask is not None:
         found = found * negative_kept(log_weight_N, advantages_N, completions, algorithm.negative_mask)
     return Correction(found, (found == 0) & (weights_N != 0))

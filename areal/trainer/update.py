@@ -204,7 +204,7 @@ class PolicyUpdate:
         if self._reference is not None and algorithm.kl_in == "loss":
             trained.fields["reference"] = self._scored("reference", self._reference, trained)
         if self._decoupled:
-            figures |= self._correct(trained, len(kept))
+            figures |= self._correct(trained)
         for name in ("behaviour", "proximal", "reference", "correction"):
             if name in trained.fields:
                 found = trained.fields[name]
@@ -230,16 +230,13 @@ class PolicyUpdate:
         returns = fields["returns"] - (algorithm.kl_ctl * costs).to(fields["returns"].dtype)
         return replace(batch, fields={**fields, "returns": returns, "proximal": proximal, "kl": kl})
 
-    def _correct(self, batch: TokenBatch, tokens: int) -> dict[str, float]:
-        """Add the weights by which the decoupled loss is multiplied; returns their figures.
-
-        `tokens`: how many there are with those that teach nothing, which are not in the batch.
-        """
+    def _correct(self, batch: TokenBatch) -> dict[str, float]:
+        """Add the weights by which the decoupled loss is multiplied; returns their figures."""
         fields, algorithm = batch.fields, self._algorithm
         log_weights = fields["proximal"].double() - fields["behaviour"].double()
         completions = Completions.of(fields["completions"])
         weights = stage("correction", algorithm.correction)(log_weights, fields["advantages"], completions)
-        found = correct(weights, log_weights, fields["advantages"], completions, algorithm, tokens)
+        found = correct(weights, log_weights, fields["advantages"], completions, algorithm)
         fields["correction"] = found.weights.to(fields["proximal"].dtype)
         return weight_figures(found)
 

@@ -58,16 +58,28 @@ def test_weights_beyond_a_bound_are_left_out_or_held_there(
 def test_the_second_moment_leaves_out_the_largest_that_a_clip_could_hold() -> None:
     log_weights = torch.tensor([1.0, -0.5, 0.5, -1.0, 2.0, 0.1])
     advantages = torch.tensor([1.0, -1.0, 1.0, 1.0, -1.0, 1.0])
-    # The fourth and fifth go against their advantage. The others' squares are 1, .25, .25, .01: 1.51 / 6 = .252
-    assert second_moment_kept(log_weights, advantages, 0.26).all()
-    assert second_moment_kept(log_weights, advantages, 0.25).tolist() == [False, True, True, True, True, True]
+    # The fourth and fifth go against their advantage. The others' squares are 1, .25, .25, .01: 1.51 / 4 = .3775, then
+    # .51 / 3 = .17
+    assert second_moment_kept(log_weights, advantages, 0.38).all()
+    assert second_moment_kept(log_weights, advantages, 0.37).tolist() == [False, True, True, True, True, True]
+    assert second_moment_kept(log_weights, advantages, 0.18).tolist() == [False, True, True, True, True, True]
     assert second_moment_kept(log_weights, advantages, 0.001).tolist() == [False, False, False, True, True, False]
+
+
+def test_tokens_that_no_clip_holds_do_not_dilute_the_second_moment() -> None:
+    log_weights, advantages = torch.tensor([0.3, 0.1]), torch.ones(2)
+    # (.09 + .01) / 2 = .05, whatever else the batch holds: tokens against their advantage, or without one
+    others = torch.tensor([-0.2, 3.0, 0.0] * 10)
+    nothing = torch.tensor([1.0, 0.0, 1.0] * 10)
+    kept = second_moment_kept(torch.cat((log_weights, others)), torch.cat((advantages, nothing)), 0.04)
+    assert kept.tolist() == [False] + [True] * 31
+    assert second_moment_kept(log_weights, advantages, 0.04).tolist() == [False, True]
 
 
 def test_the_second_moment_leaves_out_no_more_than_it_takes() -> None:
     log_weights, advantages = torch.tensor([0.1, 0.3, 0.2, 0.4]), torch.ones(4)
-    # (.16 + .09 + .04 + .01) / 4 = .075; without the largest .035; without the next too .0125
-    kept = [second_moment_kept(log_weights, advantages, most).tolist() for most in (0.08, 0.04, 0.02)]
+    # (.16 + .09 + .04 + .01) / 4 = .075; without the largest .14 / 3 = .047; without the next too .05 / 2 = .025
+    kept = [second_moment_kept(log_weights, advantages, most).tolist() for most in (0.08, 0.05, 0.03)]
     assert kept == [[True] * 4, [True, True, True, False], [True, False, True, False]]
 
 
