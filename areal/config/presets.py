@@ -30,7 +30,7 @@ DEFAULTS: dict[str, Any] = {
     "objective": "clip",
     "eps_clip": 0.2,  # 1707.06347, section 6.1
     "eps_clip_higher": None,
-    "dual_clip": 3.0,  # 1912.09729, section "Dual-clip PPO"
+    "dual_clip": 3.0,  # 1912.09729, equation 5; its value as in 2209.08483, appendix G
     "sapo_temperature": 1.0,  # 2511.20347, section 5
     "sapo_temperature_negative": 1.05,  # the same
     "use_decoupled_loss": False,
@@ -97,13 +97,13 @@ PRESETS = {
     "rloo": Preset(
         "2402.14740",
         {
-            "group_baseline": "leave_one_out",  # equation 8
+            "group_baseline": "leave_one_out",  # section 2.3
             "objective": "reinforce",
             "loss_norm": "constant",
             "loss_length": 1,  # a completion counts as a whole: its log-prob is the sum of its tokens'
-            "kl_ctl": 0.03,  # appendix C
+            "kl_ctl": 0.03,  # appendix C, for TL;DR
             "kl": "k1",
-            "kl_in": "reward",  # equation 2
+            "kl_in": "reward",  # equation 3
         },
     ),
     "reinforce++": Preset(
@@ -133,8 +133,9 @@ PRESETS = {
         {
             "objective": "cispo",  # equation 4
             "eps_clip": 1.0,  # section 3.1: no bound below
-            "eps_clip_higher": 4.0,  # 2510.13786 (ScaleRL): the ratio is held below 5; MiniMax-M1 gives no number
-            "adv_norm": "group",  # equation 4
+            # MiniMax-M1 gives no number; 2510.13786 (ScaleRL, appendix A.17) found ratios of at most 4, 5 and 8 alike.
+            "eps_clip_higher": 4.0,
+            "adv_norm": "group",  # equation 2
             "loss_norm": "token",  # equation 4
         },
     ),
@@ -165,7 +166,7 @@ PRESETS = {
             "objective": "importance",
             "use_decoupled_loss": True,
             "behave_imp_weight_cap": None,
-            "second_moment": 0.04,  # section 4
+            "second_moment": 0.04,  # section 5.2
             "adv_norm": "group",
             "loss_norm": "token",
         },
