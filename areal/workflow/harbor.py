@@ -22,7 +22,7 @@ from areal.api.errors import RewardInvalid, WorkflowError
 from areal.api.reward_api import as_reward
 from areal.config.errors import require
 from areal.config.rollout import GenerationHyperparameters
-from areal.dataset.harbor import ANSWER_FILE, CopiedFiles, HarborTask
+from areal.dataset.harbor import ANSWER_FILE, HOME, PROGRAMS_PATH, CopiedFiles, HarborTask
 from areal.infra import workflow_context
 from areal.reward.code import extract_program
 from areal.reward.sandbox import Isolation, SandboxLimits, find_isolation, run_program
@@ -59,8 +59,9 @@ for name in ("home", "logs/verifier", "tmp", job["workdir"]):
 for archive in job["workspace"]:
     with tarfile.open(fileobj=io.BytesIO(base64.b64decode(archive))) as tar:
         tar.extractall(".", filter="fully_trusted")
-path = f"{os.path.dirname(sys.executable)}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-variables = {"PATH": path, "HOME": "/scratch/home", "TMPDIR": "/tmp", "LANG": "C.UTF-8"} | job["variables"]
+programs = job["programs"]
+variables = {"PATH": programs, "HOME": job["home"], "TMPDIR": "/tmp", "LANG": "C.UTF-8"} | job["variables"]
+variables["PATH"] = variables["PATH"].replace(programs, f"{os.path.dirname(sys.executable)}:{programs}")
 with open("printed", "w+b") as printed:
     try:
         status = subprocess.run(
@@ -230,6 +231,8 @@ class _Prepared:
             "command": command,
             "workdir": _place(workdir),
             "variables": variables,
+            "programs": PROGRAMS_PATH,
+            "home": HOME,
             "workspace": workspace,
             "seconds": seconds,
             "shown": SHOWN_CHARACTERS,

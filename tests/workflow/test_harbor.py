@@ -56,6 +56,12 @@ async def test_a_script_is_run_in_the_environment_and_scored(
     assert "Sort 5291" in says.prompts[0]
 
 
+async def test_a_path_that_a_dockerfile_adds_to_keeps_the_rest(tokenizer: Any, speaker: Any, tmp_path: Path) -> None:
+    dockerfile = "FROM x\nENV PATH=/app/bin:$PATH\nRUN mkdir bin && echo 'echo 1259' > bin/solve && chmod +x bin/solve"
+    test = "[ $(solve) = 1259 ] && python3 -c 1; echo $((1 - $?)) > /logs/verifier/reward.txt"
+    assert await rewards(tokenizer, speaker(lambda prompt: "true"), task(tmp_path, test, dockerfile)) == [1.0]
+
+
 async def test_several_turns_show_what_was_printed_and_keep_the_files(
     tokenizer: Any, speaker: Any, tmp_path: Path
 ) -> None:
