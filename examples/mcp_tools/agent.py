@@ -49,7 +49,7 @@ class Tools:
                 self._keeper.cancel()
                 raise
             return f"error: {error}"
-        except ValueError as error:  # such as what pydantic says of arguments that are no object
+        except (ValueError, RecursionError) as error:  # such as what pydantic says of arguments that are no object
             return f"error: {error}"
         return "\n".join(block.text for block in result.content if block.type == "text")
 
