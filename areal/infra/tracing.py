@@ -79,7 +79,7 @@ class Tracing:
         """With the provider that the process has, if somebody set one up; else with one that sends spans by OTLP to
         where OpenTelemetry's own environment variables say. Agents' own spans then go there too, inside of ours.
 
-        Raises ConfigError if something is not installed.
+        Raises ConfigError if something is not installed, or if a variable has a value that OpenTelemetry refuses.
         """
         require_installed()
         from opentelemetry import trace
@@ -92,9 +92,12 @@ class Tracing:
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-        # `aclose` ends it; the SDK's own end, when Python exits, would wait a second time.
-        provider = TracerProvider(resource=Resource.create(_service(os.environ)), shutdown_on_exit=False)
-        provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+        try:
+            # `aclose` ends it; the SDK's own end, when Python exits, would wait a second time.
+            provider = TracerProvider(resource=Resource.create(_service(os.environ)), shutdown_on_exit=False)
+            provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+        except ValueError as error:
+            raise ConfigError(f"rollout.tracing=true: {error}; change the variable OTEL_... that says so") from None
         trace.set_tracer_provider(provider)
         return cls(provider, owned=True)
 

@@ -17,6 +17,7 @@ import httpx
 import pytest
 from sdk_call import DATA, MAX_POSITIONS, chat
 
+from areal.api.errors import ConfigError
 from areal.api.messages import GroupTask
 from areal.config.rollout import AgentConfig, ProxyConfig
 from areal.engine.inference.fake import FakeEngine
@@ -226,6 +227,12 @@ async def test_half_a_surrogate_pair_loses_no_span(run_agent: Any, made: InMemor
     assert len(encode_spans(spans).resource_spans[0].scope_spans[0].spans) == len(spans) == 4
     (tool,) = [span for span in spans if span.name.startswith("execute_tool")]
     assert len(tool.attributes["gen_ai.tool.name"]) <= tracing.MOST_NAME
+
+
+def test_a_variable_that_opentelemetry_refuses_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "0")
+    with pytest.raises(ConfigError, match=r"max_queue_size must be a positive integer.*; change the variable OTEL_"):
+        Tracing.start()
 
 
 def test_nothing_waits_for_spans_that_cannot_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:
