@@ -8,6 +8,7 @@ is and what it has been sent. A resumed run goes on with that run, and sends fro
 import json
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ from areal.utils.shorten import first_line
 DIRECTORY = "trackers"
 COLUMNS = ["step", "task", "reward", "transcript"]
 CLOSE_SECONDS = 60.0
-"""How long the end of a run waits until a tracker has sent everything."""
+"""How long the end of a run waits until its trackers have sent everything, all together."""
 MOST_WAITING = 10_000
 """Figures and tables of this run that wait for a slow tracker; further figures are sent when the run is resumed."""
 
@@ -82,8 +83,9 @@ class Trackers(Closing):
     def close(self) -> None:
         for sender in self._senders:
             sender.ask_to_end()
+        deadline = time.monotonic() + CLOSE_SECONDS
         for sender in self._senders:
-            sender.wait_for_end()
+            sender.wait_for_end(deadline)
 
 
 @dataclass(frozen=True)
@@ -129,8 +131,8 @@ class _Sender:
     def ask_to_end(self) -> None:
         self._waiting.put(None)
 
-    def wait_for_end(self) -> None:
-        self._thread.join(CLOSE_SECONDS)
+    def wait_for_end(self, deadline: float) -> None:
+        self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
             logger.warning("%s has not taken all figures in %g s; the rest is left out", self._name, CLOSE_SECONDS)
 

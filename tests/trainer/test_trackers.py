@@ -114,6 +114,24 @@ def test_tracker_that_hangs_does_not_hold_up_the_end_of_a_run(
     free.set()
 
 
+def test_trackers_that_hang_are_waited_for_together(
+    tmp_path: Path, told: dict[str, list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent = Trackers(config("wandb, mlflow, trackio"), tmp_path)
+    now, waited = [100.0], []
+
+    def join(thread: threading.Thread, timeout: float | None = None) -> None:
+        assert timeout is not None
+        waited.append(timeout)
+        now[0] += timeout
+
+    with monkeypatch.context() as patched:
+        patched.setattr("areal.trainer.trackers.time.monotonic", lambda: now[0])
+        patched.setattr(threading.Thread, "join", join)
+        sent.close()
+    assert waited == [trackers.CLOSE_SECONDS, 0.0, 0.0]
+
+
 def test_tracker_that_fell_behind_misses_no_step(
     tmp_path: Path,
     store: StoreWriter,
