@@ -118,6 +118,9 @@ ENDS = {
     "a tracker's thread waits for figures until it is asked to end, and a run does not wait for it": [
         "areal/trainer/trackers.py _Sender._work",
     ],
+    "an environment's thread waits for calls until its episode ends, and nothing waits for it": [
+        "areal/utils/background.py OwnThread._work",
+    ],
     "the future is done": [
         "areal/engine/inference/grammar.py GrammarCompiler.begin",
         "areal/engine/inference/grammar.py _verdict",

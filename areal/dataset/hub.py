@@ -5,6 +5,7 @@
 """
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +36,35 @@ def load(path: str, split: str | None = None) -> Any:
             f"{found}, and the hub that may have it as an id cannot be reached ({_line(error)}), nor is it in the "
             "cache; fetch it where there is a network (HF_HOME names the cache), or name a directory"
         ) from error
-    except (ValueError, OSError) as error:  # what `datasets` raises for what it was asked for
+    except Exception as error:  # its readers of CSV, archives, images and YAML raise types of their own
         raise DatasetError(
             f"{found}, and `datasets` cannot load it: {_line(error)}; a subset is named as in {name}:SUBSET"
         ) from error
 
 
+def load_saved(path: str) -> Any:
+    """What `save_to_disk` left in a directory, a Dataset or a DatasetDict."""
+    try:
+        from datasets import load_from_disk
+    except ImportError as error:
+        raise DatasetError(missing(f"reading {path!r} needs datasets", error, "datasets")) from error
+    try:
+        return load_from_disk(path)
+    except Exception as error:
+        raise DatasetError(
+            f"{path!r} looks like a saved Dataset, but `datasets` cannot load it: {_line(error)}; save it again"
+        ) from error
+
+
+def rows(dataset: Any, path: str) -> Iterator[dict[str, Any]]:
+    """Those of a Dataset, some of which are only read now, such as images."""
+    try:
+        yield from map(dict, dataset)
+    except Exception as error:
+        raise DatasetError(f"`datasets` cannot read the rows of {path!r}: {_line(error)}; mend the file") from error
+
+
 def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:400].rstrip(".")
+    """With its cause, where there is one: by itself it may only say that something went wrong."""
+    said = str(error) if error.__cause__ is None else f"{error}: {error.__cause__}"
+    return " ".join(said.split())[:400].rstrip(".")

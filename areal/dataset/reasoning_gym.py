@@ -32,7 +32,7 @@ def reasoning_gym_tasks(path: str, split: str, size: int | None) -> list[dict[st
     settings = _settings(path, query)
     system = _system_messages(library, settings.pop(_SYSTEM_PROMPT, None))
     generator = _generator(library, name, settings)
-    entries = _entries_of_split(generator, split)
+    entries = _entries_of_split(path, generator, split)
     tasks = [_as_task(entry, system, {"name": name, "settings": settings}) for entry in islice(entries, size)]
     if size is not None and len(tasks) < size:
         raise DatasetError(
@@ -64,15 +64,25 @@ def _generator(library: Any, name: str, settings: dict[str, Any]) -> Any:
             raise DatasetError(
                 f"{PREFIX}{name} has no setting {key!r}; there are {', '.join([*fields, _SYSTEM_PROMPT])}"
             )
+    if type(settings["seed"]) is not int:  # without one every start of a run would have other tasks
+        raise DatasetError(f"the setting seed of {PREFIX}{name} must be an integer, got {settings['seed']!r}")
     try:
         return library.create_dataset(name, **settings)
     except (AssertionError, TypeError, ValueError) as error:  # how its generators refuse a setting
         raise DatasetError(f"{PREFIX}{name} refuses its settings {settings}: {error}") from error
 
 
-def _entries_of_split(generator: Any, split: str) -> Iterator[dict[str, Any]]:
+def _made(path: str, generator: Any) -> Iterator[dict[str, Any]]:
+    try:
+        yield from generator
+    except Exception as error:  # a setting that its generator finds out about too late
+        said = " ".join(str(error).split())[:400] or type(error).__name__
+        raise DatasetError(f"reasoning-gym cannot make the problems of {path}: {said}; change the settings") from error
+
+
+def _entries_of_split(path: str, generator: Any, split: str) -> Iterator[dict[str, Any]]:
     seen = set()
-    for entry in generator:
+    for entry in _made(path, generator):
         question = entry["question"]
         if question not in seen and split_of(Problem(question, "")) == split:
             seen.add(question)
@@ -84,11 +94,11 @@ def _as_task(entry: dict[str, Any], system: list[dict[str, str]], generator: dic
     return {**entry, "messages": messages, "generator": generator}
 
 
-def _system_messages(library: Any, name: str | None) -> list[dict[str, str]]:
+def _system_messages(library: Any, name: Any) -> list[dict[str, str]]:
     if name is None:
         return []
     prompts = library.utils.SYSTEM_PROMPTS
-    if name not in prompts:
+    if not isinstance(name, str) or name not in prompts:
         raise DatasetError(f"reasoning-gym has no system prompt {name!r}; there are {', '.join(prompts)}")
     return [{"role": "system", "content": prompts[name]}]
 

@@ -109,6 +109,10 @@ def _builtin(name: str, split: str, size: int | None) -> list[Task]:
 def _read_path(path: Path, split: str, *, explicit_split: str = "", size: int | None = None) -> list[Task]:
     """The first `size` tasks at `path`. A path without splits ignores `split` and refuses an `explicit_split`."""
     split = explicit_split or split
+    try:
+        path.exists()
+    except OSError as error:  # a name that is too long, a directory that may not be read
+        raise DatasetError(f"cannot read tasks from {str(path)[:200]!r}: {error.strerror}") from None
     if _is_for_datasets(path):
         return list(islice(_read_hub(str(path), split), size))
     if not path.is_dir():
@@ -135,7 +139,7 @@ def _read_hub(path: str, split: str) -> Iterable[Task]:
     name, bracket, _ = split.partition("[")
     splits = hub.load(path)
     chosen = _choose_split(list(splits), name, path)
-    return map(dict, hub.load(path, chosen + split[len(name) :]) if bracket else splits[chosen])
+    return hub.rows(hub.load(path, chosen + split[len(name) :]) if bracket else splits[chosen], path)
 
 
 def _read_file(path: Path) -> Iterator[Task]:
@@ -154,7 +158,7 @@ def _read_jsonl(path: Path) -> Iterator[Task]:
             continue
         try:
             task = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DatasetError(f"{path} line {number} is not JSON: {error}") from None
         if not isinstance(task, dict):
             raise DatasetError(f"{path} line {number} must be a JSON object, got {type(task).__name__}")
@@ -174,16 +178,15 @@ def _read_parquet(path: Path) -> Iterator[Task]:
 
 
 def _read_saved(path: Path, split: str, is_explicit: bool) -> Iterable[Task]:
-    datasets = _library("datasets", path)
-    saved = datasets.load_from_disk(str(path))
-    if isinstance(saved, datasets.DatasetDict):
-        return map(dict, saved[_choose_split(list(saved), split, path)])
+    saved = hub.load_saved(str(path))
+    if isinstance(saved, dict):  # a DatasetDict, by split
+        return hub.rows(saved[_choose_split(list(saved), split, path)], str(path))
     if is_explicit:
         raise DatasetError(
             f"split {split!r} is asked for, but {str(path)!r} is a single saved Dataset without splits; "
             "leave the split out, or save a DatasetDict"
         )
-    return map(dict, saved)
+    return hub.rows(saved, str(path))
 
 
 def _task_files(path: Path) -> list[Path]:

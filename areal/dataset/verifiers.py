@@ -19,6 +19,8 @@ from areal.dataset.builtin import SPLITS, Problem, split_of
 from areal.utils.installing import missing
 
 PREFIX = "verifiers:"
+MOST_REPEATS = 10_000
+"""Tasks in a row that were all there already, after which a taskset without end has no others."""
 
 
 def verifiers_tasks(path: str, split: str, size: int | None) -> list[dict[str, Any]]:
@@ -50,18 +52,29 @@ def _taskset(library: Any, path: str, name: str, settings: dict[str, Any]) -> An
     try:
         config = library.taskset_config_type(name).model_validate({"id": name, **settings})
         return library.load_taskset(config)
-    except (ImportError, AttributeError, TypeError, ValueError, OSError) as error:  # pydantic's are ValueErrors
+    except Exception as error:  # a taskset is anyone's module
         raise DatasetError(f"verifiers cannot load {path}: {_line(error)}") from error
 
 
 def _of_split(path: str, taskset: Any, split: str) -> Iterator[Any]:
     seen = set()
-    for task in taskset:
+    repeats = 0
+    for task in _loaded(path, taskset):
         data = task.data.model_dump(mode="json", exclude={"idx"})
         key = json.dumps(data, sort_keys=True)
-        if key not in seen and split_of(Problem(key, "")) == split:
-            seen.add(key)
+        repeats = repeats + 1 if key in seen else 0
+        if repeats == MOST_REPEATS:
+            return
+        if not repeats and split_of(Problem(key, "")) == split:
             yield task
+        seen.add(key)
+
+
+def _loaded(path: str, taskset: Any) -> Iterator[Any]:
+    try:
+        yield from taskset
+    except Exception as error:
+        raise DatasetError(f"verifiers cannot load the tasks of {path}: {_line(error)}") from error
 
 
 def _as_task(task: Any, environment: dict[str, Any]) -> dict[str, Any]:
@@ -85,4 +98,4 @@ def _settings(path: str, query: str) -> dict[str, Any]:
 
 
 def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:400]
+    return " ".join(str(error).split())[:400] or type(error).__name__

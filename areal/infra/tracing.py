@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from areal.api.errors import ConfigError, RejectReason
 from areal.api.messages import Episode, Rejection
+from areal.utils.background import in_thread
 from areal.utils.installing import install_hint
 from areal.utils.logging import getLogger
 
@@ -26,6 +27,8 @@ PROVIDER = "areal"
 """What the conventions call a provider: who answers."""
 FLUSH_SECONDS = 15.0
 """For what has not been sent when a worker ends; the exporter itself gives up sooner."""
+MOST_NAME = 128
+"""Characters of a name that a model or a client may have made up."""
 CANCELLED = "cancelled"
 ACCEPTED = "accepted"
 
@@ -76,7 +79,7 @@ class Tracing:
         """With the provider that the process has, if somebody set one up; else with one that sends spans by OTLP to
         where OpenTelemetry's own environment variables say. Agents' own spans then go there too, inside of ours.
 
-        Raises ConfigError if something is not installed.
+        Raises ConfigError if something is not installed, or if a variable has a value that OpenTelemetry refuses.
         """
         require_installed()
         from opentelemetry import trace
@@ -89,8 +92,12 @@ class Tracing:
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-        provider = TracerProvider(resource=Resource.create(_service(os.environ)))
-        provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+        try:
+            # `aclose` ends it; the SDK's own end, when Python exits, would wait a second time.
+            provider = TracerProvider(resource=Resource.create(_service(os.environ)), shutdown_on_exit=False)
+            provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+        except ValueError as error:
+            raise ConfigError(f"rollout.tracing=true: {error}; change the variable OTEL_... that says so") from None
         trace.set_tracer_provider(provider)
         return cls(provider, owned=True)
 
@@ -99,7 +106,7 @@ class Tracing:
         if self._owned is None:
             return
         try:
-            await asyncio.wait_for(asyncio.to_thread(self._owned.shutdown), FLUSH_SECONDS)
+            await asyncio.wait_for(in_thread(self._owned.shutdown), FLUSH_SECONDS)
         except TimeoutError:
             getLogger("tracing").warning("the last spans could not be sent within %g s", FLUSH_SECONDS)
 
@@ -162,6 +169,7 @@ class EpisodeTrace:
         for call_id in results:
             if call_id in self._asked_tools:
                 self._add_tool(call_id, *self._asked_tools.pop(call_id), now)
+        model = _text(model)[:MOST_NAME]
         about: dict[str, Any] = {
             "gen_ai.operation.name": operation,
             "gen_ai.provider.name": PROVIDER,
@@ -174,12 +182,13 @@ class EpisodeTrace:
             f"{operation} {model}".strip(),
             context=self._context,
             kind=self._api.SpanKind.CLIENT,
-            attributes=about,
+            attributes=_sendable(about),
             start_time=now,
         )
         return CallSpan(self, self._api, span)
 
     def _add_tool(self, call_id: str, name: str, began: int, ended: int) -> None:
+        name = _text(name)[:MOST_NAME]
         about = {
             "gen_ai.operation.name": "execute_tool",
             "gen_ai.tool.name": name,
@@ -213,7 +222,7 @@ class EpisodeTrace:
     def fail(self, kind: str, detail: str) -> None:
         self._finish(kind)
         self._span.set_attribute("error.type", kind)
-        self._span.set_status(self._api.Status(self._api.StatusCode.ERROR, detail or None))
+        self._span.set_status(self._api.Status(self._api.StatusCode.ERROR, _text(detail) or None))
 
     def _finish(self, outcome: str) -> None:
         self._span.set_attributes(
@@ -251,13 +260,15 @@ class CallSpan:
         """`versions` = those of the weights that sampled it; `tools` = ids and names of the calls in it."""
         self._ended = True
         self._span.set_attributes(
-            {
-                "gen_ai.usage.input_tokens": input_tokens,
-                "gen_ai.usage.output_tokens": output_tokens,
-                "gen_ai.response.finish_reasons": list(finish_reasons),
-                "areal.weights.versions": sorted(set(versions)),
-                **(more or {}),
-            }
+            _sendable(
+                {
+                    "gen_ai.usage.input_tokens": input_tokens,
+                    "gen_ai.usage.output_tokens": output_tokens,
+                    "gen_ai.response.finish_reasons": list(finish_reasons),
+                    "areal.weights.versions": sorted(set(versions)),
+                    **(more or {}),
+                }
+            )
         )
         self._span.end()
         self._episode.note_answer(input_tokens, output_tokens, tools)
@@ -268,8 +279,24 @@ class CallSpan:
             return
         self._ended = True
         self._span.set_attribute("error.type", kind)
-        self._span.set_status(self._api.Status(self._api.StatusCode.ERROR, detail or None))
+        self._span.set_status(self._api.Status(self._api.StatusCode.ERROR, _text(detail) or None))
         self._span.end()
+
+
+def _sendable(attributes: Attributes) -> dict[str, Any]:
+    return {
+        name: _text(value)
+        if isinstance(value, str)
+        else [_text(each) if isinstance(each, str) else each for each in value]
+        if isinstance(value, Sequence)
+        else value
+        for name, value in attributes.items()
+    }
+
+
+def _text(text: str) -> str:
+    """What can be sent: half of a surrogate pair, which a model may write, would lose all spans of its batch."""
+    return text.encode(errors="replace").decode()
 
 
 def _service(environ: Mapping[str, str]) -> dict[str, str]:

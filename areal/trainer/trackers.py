@@ -8,6 +8,7 @@ is and what it has been sent. A resumed run goes on with that run, and sends fro
 import json
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,9 +26,9 @@ from areal.utils.shorten import first_line
 DIRECTORY = "trackers"
 COLUMNS = ["step", "task", "reward", "transcript"]
 CLOSE_SECONDS = 60.0
-"""How long the end of a run waits until a tracker has sent everything."""
+"""How long the end of a run waits until its trackers have sent everything, all together."""
 MOST_WAITING = 10_000
-"""Figures and tables that wait for a slow tracker; further ones are sent when the run is resumed."""
+"""Figures and tables of this run that wait for a slow tracker; further figures are sent when the run is resumed."""
 
 Key = tuple[int, int]
 """Of a line of metrics: its step, and its place among those of that step."""
@@ -58,13 +59,16 @@ class Trackers(Closing):
         with StoreReader(self._run_dir) as store:
             for row in store.metrics(first_step=max(0, first)):
                 if row["step"] <= last_step:
-                    self.figures(row["step"], row)
+                    self._send(row["step"], row, None)
 
     def figures(self, step: int, values: Mapping[str, float | None]) -> None:
         """A line of metrics; what a tracker has been sent is not sent again."""
+        self._send(step, values, MOST_WAITING)
+
+    def _send(self, step: int, values: Mapping[str, float | None], most_waiting: int | None) -> None:
         known = {name: float(value) for name, value in values.items() if value is not None and name != "step"}
         for sender in self._senders:
-            sender.figures((step, _place(known)), known)
+            sender.figures((step, _place(known)), known, most_waiting)
 
     def rollouts(self, step: int, groups: Sequence[GroupResult]) -> None:
         """A few conversations of a step, if it is one whose conversations are shown."""
@@ -79,8 +83,9 @@ class Trackers(Closing):
     def close(self) -> None:
         for sender in self._senders:
             sender.ask_to_end()
+        deadline = time.monotonic() + CLOSE_SECONDS
         for sender in self._senders:
-            sender.wait_for_end()
+            sender.wait_for_end(deadline)
 
 
 @dataclass(frozen=True)
@@ -102,29 +107,34 @@ class _Sender:
         """What is sent, or waits to be."""
         self._waiting: queue.Queue[_Row | None] = queue.Queue()
         self._failed = threading.Event()
+        self._is_behind = False
+        """Figures had no place in the queue: later ones are left to the next start too, which looks for what follows
+        the last that was sent."""
         self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
         self._thread.start()
 
-    def figures(self, key: Key, values: Mapping[str, float]) -> None:
-        if key > self.queued and self._put(_Row(lambda tracker: tracker.figures(key[0], values), key)):
-            self.queued = key
+    def figures(self, key: Key, values: Mapping[str, float], most_waiting: int | None) -> None:
+        if key <= self.queued or self._is_behind or self._failed.is_set():
+            return
+        if most_waiting is not None and self._waiting.qsize() >= most_waiting:
+            self._is_behind = True
+            text = "%s is %d lines of figures behind; those after step %d are sent when the run is started again"
+            logger.warning(text, self._name, most_waiting, self.queued[0])
+            return
+        self._waiting.put(_Row(lambda tracker: tracker.figures(key[0], values), key))
+        self.queued = key
 
     def table(self, step: int, rows: list[list[Any]]) -> None:
-        self._put(_Row(lambda tracker: tracker.table(step, COLUMNS, rows)))
+        if not self._failed.is_set() and self._waiting.qsize() < MOST_WAITING:
+            self._waiting.put(_Row(lambda tracker: tracker.table(step, COLUMNS, rows)))
 
     def ask_to_end(self) -> None:
         self._waiting.put(None)
 
-    def wait_for_end(self) -> None:
-        self._thread.join(CLOSE_SECONDS)
+    def wait_for_end(self, deadline: float) -> None:
+        self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
             logger.warning("%s has not taken all figures in %g s; the rest is left out", self._name, CLOSE_SECONDS)
-
-    def _put(self, row: _Row) -> bool:
-        if self._failed.is_set() or self._waiting.qsize() >= MOST_WAITING:
-            return False
-        self._waiting.put(row)
-        return True
 
     def _work(self) -> None:
         try:
@@ -137,7 +147,7 @@ class _Sender:
                         self._keep(row.key)
             finally:
                 tracker.finish()
-        except Exception as error:  # whatever a library raises must not end the run
+        except (Exception, SystemExit) as error:  # whatever a library raises must not end the run
             self._failed.set()
             logger.warning(
                 "tracker %s fails (%s: %s); the run goes on without it, and metrics.jsonl has everything",

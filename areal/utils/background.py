@@ -2,6 +2,7 @@
 
 import asyncio
 import contextvars
+import queue
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -31,6 +32,40 @@ class Background:
         """What the function returns or raises, called in a thread."""
         await self._free.acquire()
         return await _in_thread(lambda: function(*args, **kwargs), self._name, self._free.release)
+
+
+class OwnThread:
+    """One thread that calls functions in the order in which they come, until `end`. Belongs to one event loop."""
+
+    def __init__(self, name: str) -> None:
+        self._waiting: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._work, name=name, daemon=True).start()
+
+    async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """What the function returns or raises; it is called even if whoever waits for it is cancelled."""
+        loop = asyncio.get_running_loop()
+        outcome: asyncio.Future[Callable[[], T]] = loop.create_future()
+
+        def deliver(result: Callable[[], T]) -> None:
+            if not outcome.done():
+                outcome.set_result(result)
+
+        def work() -> None:
+            result = _outcome(lambda: function(*args, **kwargs))
+            with suppress(RuntimeError):  # the loop is closed: nothing waits for this any more
+                loop.call_soon_threadsafe(deliver, result)
+
+        self._waiting.put(work)
+        return (await outcome)()
+
+    def end(self, last: Callable[[], None] = lambda: None) -> None:
+        """After what it has been given, and after `last`, which must not raise; nothing waits for that."""
+        self._waiting.put(last)
+        self._waiting.put(None)
+
+    def _work(self) -> None:
+        while (work := self._waiting.get()) is not None:
+            work()
 
 
 async def _in_thread(function: Callable[[], T], name: str, ended: Callable[[], None] = lambda: None) -> T:

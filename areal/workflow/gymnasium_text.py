@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 NOT_AN_ACTION = "That is not an action."
 """What the user says to an answer in which there is none; the environment does not notice it."""
+_WHOLE = re.compile(r"-?\d{1,9}")
+"""A number that may be an action: no part of 2.5 or of one with a thousand digits is."""
 
 
 class GymnasiumWorkflow(TextEnvironmentWorkflow):
@@ -46,14 +48,14 @@ class GymnasiumWorkflow(TextEnvironmentWorkflow):
         self.parse = parse
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> "dict[str, Tensor] | None":
-        thread, env = EnvironmentThread(self, "gymnasium"), None
+        thread = EnvironmentThread(self, "gymnasium")
         try:
-            env = await thread.call(_make, data.get("env", self.env), data.get("env_kwargs", self.env_kwargs))
+            env = await thread.make(_make, data.get("env", self.env), data.get("env_kwargs", self.env_kwargs))
             seen = await thread.call(_reset, env, data.get("seed"), data.get("options"))
             messages = [*data.get("messages", []), {"role": "user", "content": seen}]
             return await self.play(engine, messages, lambda answer: thread.call(_step, env, self.parse, answer))
         finally:
-            thread.close(env)
+            thread.close()
 
 
 def _make(env: str, kwargs: dict[str, Any]) -> Any:
@@ -85,8 +87,8 @@ def _step(env: Any, parse: Callable[[str], Any] | None, answer: str) -> Shown:
 def _action(space: Any, answer: str) -> Any:
     if not hasattr(space, "n"):
         return answer.strip()
-    numbers = re.findall(r"-?\d{1,9}", answer)
-    return int(numbers[-1]) if numbers else None
+    numbers = re.findall(r"-?\d+(?:\.\d+)*", answer)
+    return int(numbers[-1]) if numbers and _WHOLE.fullmatch(numbers[-1]) else None
 
 
 def _shown(env: Any, observation: Any) -> str:

@@ -13,19 +13,21 @@ import os
 import re
 import tarfile
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from areal.api.engine_api import InferenceEngine
 from areal.api.errors import RewardInvalid, WorkflowError
 from areal.api.reward_api import as_reward
 from areal.config.errors import require
 from areal.config.rollout import GenerationHyperparameters
-from areal.dataset.harbor import ANSWER_FILE, CopiedFiles, HarborTask
+from areal.dataset.harbor import ANSWER_FILE, HOME, PROGRAMS_PATH, CopiedFiles, HarborTask
 from areal.infra import workflow_context
 from areal.reward.code import extract_program
-from areal.reward.sandbox import Isolation, SandboxLimits, find_isolation, run_program
+from areal.reward.sandbox import Isolation, ProgramStop, SandboxLimits, find_isolation, run_program
 from areal.reward.sandbox.launcher.isolation import WRITABLE_NAMES
 from areal.trajectory import Tree, assign_reward, export
 from areal.trajectory.tensors import tensors_of_rows
@@ -47,6 +49,7 @@ _LIMITS = SandboxLimits(memory_bytes=1 << 30, output_bytes=32 << 20, processes=6
 _WRITABLE = ", ".join(f"/{name}" for name in WRITABLE_NAMES)
 _FENCE = re.compile(r"^[ \t]*```", re.MULTILINE)
 
+T = TypeVar("T")
 Workspace = tuple[str, ...]
 """Archives that are unpacked one after the other, as text."""
 
@@ -59,8 +62,9 @@ for name in ("home", "logs/verifier", "tmp", job["workdir"]):
 for archive in job["workspace"]:
     with tarfile.open(fileobj=io.BytesIO(base64.b64decode(archive))) as tar:
         tar.extractall(".", filter="fully_trusted")
-path = f"{os.path.dirname(sys.executable)}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-variables = {"PATH": path, "HOME": "/scratch/home", "TMPDIR": "/tmp", "LANG": "C.UTF-8"} | job["variables"]
+programs = job["programs"]
+variables = {"PATH": programs, "HOME": job["home"], "TMPDIR": "/tmp", "LANG": "C.UTF-8"} | job["variables"]
+variables["PATH"] = variables["PATH"].replace(programs, f"{os.path.dirname(sys.executable)}:{programs}")
 with open("printed", "w+b") as printed:
     try:
         status = subprocess.run(
@@ -158,10 +162,10 @@ class HarborWorkflow(RLVRWorkflow):
                 break
             if self.max_turns > 1 and not _FENCE.search(text):
                 break
-            ended = await in_thread(prepared.run_script, extract_program(text), workspace)
+            ended = await _stoppable(partial(prepared.run_script, extract_program(text), workspace))
             workspace = ended.workspace
             messages += [node.message, {"role": "user", "content": _told(ended)}]
-        reward = 0.0 if workspace is None else await in_thread(prepared.score, workspace)
+        reward = 0.0 if workspace is None else await _stoppable(partial(prepared.score, workspace))
         last = tree.completions[-1]
         assign_reward(tree, {last.id: reward}, "the tests of the task")
         stats_tracker.get(workflow_context.stat_scope()).scalar(reward=reward, turns=len(tree.completions))
@@ -184,13 +188,12 @@ class _Prepared:
     workspace: Workspace
     limits: SandboxLimits
 
-    def run_script(self, script: str, workspace: Workspace) -> Ended:
-        return self._run(
-            ["bash", "-c", script], self.task.workdir, self.task.variables, workspace, self.task.agent_seconds
-        )
+    def run_script(self, script: str, workspace: Workspace, stop: ProgramStop) -> Ended:
+        command = ["bash", "-c", script]
+        return self._run(command, self.task.workdir, self.task.variables, workspace, self.task.agent_seconds, stop=stop)
 
-    def score(self, workspace: Workspace) -> float:
-        return self._reward(workspace)[0] or 0.0
+    def score(self, workspace: Workspace, stop: ProgramStop) -> float:
+        return self._reward(workspace, stop)[0] or 0.0
 
     def check(self) -> None:
         """Raises WorkflowError if the tests give no reward for an environment that nobody has touched."""
@@ -202,8 +205,8 @@ class _Prepared:
                 f"{ended.text[-400:].strip()!r}"
             )
 
-    def _reward(self, workspace: Workspace) -> tuple[float | None, Ended]:
-        tests = _archive([CopiedFiles(self.task.directory / "tests", "/tests")])
+    def _reward(self, workspace: Workspace, stop: ProgramStop | None = None) -> tuple[float | None, Ended]:
+        tests = _archive(CopiedFiles(self.task.directory / "tests", "/tests"), self.limits.disk_bytes)
         variables = self.task.variables | self.task.verifier_variables
         ended = self._run(
             ["bash", "/tests/test.sh"],
@@ -212,6 +215,7 @@ class _Prepared:
             (*workspace, tests),
             self.task.verifier_seconds,
             keep=False,
+            stop=stop,
         )
         return _written(ended.rewards), ended
 
@@ -224,25 +228,38 @@ class _Prepared:
         seconds: float,
         *,
         keep: bool = True,
+        stop: ProgramStop | None = None,
     ) -> Ended:
         kept = ["home", *(name for name in WRITABLE_NAMES if name not in ("logs", "solution", "tests"))] if keep else []
         job = {
             "command": command,
             "workdir": _place(workdir),
             "variables": variables,
+            "programs": PROGRAMS_PATH,
+            "home": HOME,
             "workspace": workspace,
             "seconds": seconds,
             "shown": SHOWN_CHARACTERS,
             "keep": kept,
         }
         limits = replace(self.limits, timeout_seconds=seconds + _UNPACKING_SECONDS)
-        run = run_program(_PROGRAM, json.dumps(job), limits, isolation=ISOLATION)
+        run = run_program(_PROGRAM, json.dumps(job), limits, isolation=ISOLATION, stop=stop)
         try:
             end = json.loads(run.output)
             left = (str(end["workspace"]),) if keep else None
             return Ended(end["status"], str(end["text"]), dict(end["rewards"]), left)
-        except (ValueError, TypeError, KeyError):  # it killed what watches it, or filled the disk
+        except (ValueError, TypeError, KeyError, RecursionError):  # it killed what watches it, or filled the disk
             return Ended(None, run.errors[-SHOWN_CHARACTERS:], {}, None)
+
+
+async def _stoppable(run: Callable[[ProgramStop], T]) -> T:
+    """In a thread; an episode that is cancelled leaves no program behind."""
+    stop = ProgramStop()
+    try:
+        return await in_thread(run, stop)
+    except asyncio.CancelledError:
+        stop.stop()
+        raise
 
 
 def _prepare(directory: Path, limits: SandboxLimits) -> _Prepared:
@@ -250,7 +267,7 @@ def _prepare(directory: Path, limits: SandboxLimits) -> _Prepared:
     prepared = _Prepared(task, (), limits)
     for step in task.steps:
         if isinstance(step, CopiedFiles):
-            prepared = replace(prepared, workspace=(*prepared.workspace, _archive([step])))
+            prepared = replace(prepared, workspace=(*prepared.workspace, _archive(step, limits.disk_bytes)))
             continue
         ended = prepared._run(
             ["bash", "-c", step.command], step.workdir, step.variables, prepared.workspace, task.agent_seconds
@@ -276,16 +293,25 @@ def _place(path: str) -> str:
     return "/".join(parts[1:])
 
 
-def _archive(copies: list[CopiedFiles]) -> str:
-    packed = io.BytesIO()
+def _archive(copy: CopiedFiles, most_bytes: int) -> str:
+    packed, place, size = io.BytesIO(), _place(copy.place), 0
+
+    def count(entry: tarfile.TarInfo) -> tarfile.TarInfo:
+        nonlocal size
+        size += entry.size
+        if size > most_bytes:
+            raise WorkflowError(
+                f"the files of a Harbor task must fit into the sandbox's {most_bytes} bytes, those of "
+                f"{str(copy.source)!r} do not; leave the task out, or raise `limits.disk_bytes`"
+            )
+        return entry
+
     with tarfile.open(fileobj=packed, mode="w:gz", compresslevel=1) as tar:
-        for copy in copies:
-            place = _place(copy.place)
-            if copy.source.is_dir():
-                for below in sorted(os.listdir(copy.source)):
-                    tar.add(copy.source / below, f"{place}/{below}")
-            else:
-                tar.add(copy.source, place)
+        if copy.source.is_dir():
+            for below in sorted(os.listdir(copy.source)):
+                tar.add(copy.source / below, f"{place}/{below}", filter=count)
+        else:
+            tar.add(copy.source, place, filter=count)
     return base64.b64encode(packed.getvalue()).decode()
 
 
@@ -308,7 +334,7 @@ def _written(rewards: dict[str, str]) -> float | None:
             number = values["reward"] if "reward" in values else values[min(values)] if len(values) == 1 else None
             return None if number is None else as_reward(number, "reward.json")
         return as_reward(float(rewards["reward.txt"]), "reward.txt") if "reward.txt" in rewards else None
-    except (ValueError, KeyError, RewardInvalid):
+    except (ValueError, KeyError, RecursionError, RewardInvalid):
         return None
 
 

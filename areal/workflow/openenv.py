@@ -4,20 +4,23 @@
 of `openenv`, wherever it runs; each episode has a session of it.
 """
 
+import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from importlib import import_module
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 import httpx
 
 from areal.api.engine_api import InferenceEngine
-from areal.api.errors import WorkflowError
+from areal.api.errors import ArealError, WorkflowError
+from areal.api.reward_api import as_reward
 from areal.config.rollout import GenerationHyperparameters
 from areal.infra import workflow_context
 from areal.utils.installing import missing
 from areal.workflow.gymnasium_text import NOT_AN_ACTION
-from areal.workflow.text_environment import EnvironmentThread, Shown, TextEnvironmentWorkflow
+from areal.workflow.text_environment import EnvironmentThread, Shown, TextEnvironmentWorkflow, logger
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,6 +29,8 @@ _NOT_SHOWN = ("done", "reward", "metadata")
 """Fields that every observation has, and every action's `metadata`."""
 _REFUSED = "VALIDATION_ERROR"
 """The code by which a server says that an action is none."""
+CLOSE_SECONDS = 3.0
+"""For the end of a session, which a cancelled episode waits for too."""
 
 
 class OpenEnvWorkflow(TextEnvironmentWorkflow):
@@ -69,9 +74,9 @@ class OpenEnvWorkflow(TextEnvironmentWorkflow):
         return await (self._on_server if "://" in env else self._in_process)(engine, env, data)
 
     async def _in_process(self, engine: InferenceEngine, env: str, data: dict[str, Any]) -> "dict[str, Tensor] | None":
-        thread, made = EnvironmentThread(self, "openenv"), None
+        thread = EnvironmentThread(self, "openenv")
         try:
-            made = await thread.call(_make, self._core, env, data.get("env_kwargs", self.env_kwargs))
+            made = await thread.make(_make, self._core, env, data.get("env_kwargs", self.env_kwargs))
             action = _action_class(self._core, made)
             field = self._field(env, action.model_json_schema())
             seen = await thread.call(_reset, made, _reset_arguments(data))
@@ -83,37 +88,52 @@ class OpenEnvWorkflow(TextEnvironmentWorkflow):
                 except ValueError:  # pydantic's ValidationError is one
                     return NOT_AN_ACTION, 0.0, False
                 seen = await thread.call(_step, made, accepted)
-                return self._text(_fields(seen)), float(seen.reward or 0.0), bool(seen.done)
+                return self._text(_fields(seen)), _reward(seen, env), bool(seen.done)
 
             return await self.play(engine, messages, step)
         finally:
-            thread.close(made)
+            thread.close()
 
     async def _on_server(self, engine: InferenceEngine, url: str, data: dict[str, Any]) -> "dict[str, Tensor] | None":
         field = self._field(url, await self._action_schema(url))
-        client = self._core.GenericEnvClient(
-            base_url=url, connect_timeout_s=self.step_seconds, message_timeout_s=self.step_seconds
-        )
+        later = 2 * self.step_seconds  # the deadline is `in_time`'s
+        client = self._core.GenericEnvClient(base_url=url, connect_timeout_s=later, message_timeout_s=later)
         try:
             await self.in_time(client.connect(), "connect")
         except (OSError, ConnectionError) as error:
             raise WorkflowError(f"there is no OpenEnv server at {url}: {error}; start it, or change `env`") from error
+
+        async def ask(call: Awaitable[Any], name: str) -> Shown | None:
+            """None = it was asked to step with what is no action."""
+            try:
+                return self._shown_by(url, await self.in_time(call, name))
+            except ArealError:
+                raise
+            except Exception as error:  # whatever the library raises for what its server says, or for its end
+                if name == "step" and isinstance(error, RuntimeError) and _REFUSED in str(error):
+                    return None
+                said = shorten(" ".join(str(error).split()) or type(error).__name__, 400, placeholder=" …")
+                raise WorkflowError(f"the OpenEnv server at {url} failed in {name}: {said}") from error
+
         try:
-            seen = await self.in_time(client.reset(**_reset_arguments(data)), "reset")
-            messages = [*data.get("messages", []), {"role": "user", "content": self._text(seen.observation)}]
+            first = await ask(client.reset(**_reset_arguments(data)), "reset")
+            assert first is not None
+            messages = [*data.get("messages", []), {"role": "user", "content": first[0]}]
 
             async def step(answer: str) -> Shown:
-                try:
-                    seen = await self.in_time(client.step({field: answer.strip()}), "step")
-                except RuntimeError as error:  # how the library reports whatever its server says
-                    if _REFUSED in str(error):
-                        return NOT_AN_ACTION, 0.0, False
-                    raise WorkflowError(f"the OpenEnv server at {url} failed: {error}") from error
-                return self._text(seen.observation), float(seen.reward or 0.0), bool(seen.done)
+                return await ask(client.step({field: answer.strip()}), "step") or (NOT_AN_ACTION, 0.0, False)
 
             return await self.play(engine, messages, step)
         finally:
-            await self.in_time(client.close(), "close")
+            await _leave(client, url)
+
+    def _shown_by(self, url: str, seen: Any) -> Shown:
+        """What a server's answer to a reset or a step says."""
+        if not isinstance(seen.observation, Mapping):
+            raise WorkflowError(
+                f"an observation of the OpenEnv server at {url} must be an object, got {seen.observation!r:.60}"
+            )
+        return self._text(seen.observation), _reward(seen, url), bool(seen.done)
 
     async def _action_schema(self, url: str) -> Mapping[str, Any]:
         """What its actions look like, asked for once."""
@@ -122,11 +142,14 @@ class OpenEnvWorkflow(TextEnvironmentWorkflow):
             address = "http" + url.removeprefix("ws") if url.startswith("ws") else url
             try:
                 answer = await client.get(f"{address.rstrip('/')}/schema", timeout=self.step_seconds)
-                self._schemas[url] = answer.raise_for_status().json()["action"]
-            except (httpx.HTTPError, ValueError, KeyError) as error:
+                schema = answer.raise_for_status().json()["action"]
+                if not isinstance(schema["properties"], Mapping):
+                    raise TypeError("its actions have no properties")
+            except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
                 raise WorkflowError(
                     f"there is no OpenEnv server at {url}: {error}; start it, or change `env`"
                 ) from error
+            self._schemas[url] = schema
         return self._schemas[url]
 
     def _field(self, env: str, schema: Mapping[str, Any]) -> str:
@@ -156,6 +179,14 @@ class OpenEnvWorkflow(TextEnvironmentWorkflow):
             return str(shown[self.observation_field])
         texts = [value for value in shown.values() if isinstance(value, str)]
         return texts[0] if len(texts) == 1 else json.dumps(shown, default=str)
+
+
+async def _leave(client: Any, url: str) -> None:
+    """End the session. The episode is over, so a server that does not take part in its end changes nothing."""
+    try:
+        await asyncio.wait_for(client.close(), CLOSE_SECONDS)
+    except Exception as error:
+        logger.warning("the session at the OpenEnv server %s could not be closed: %r", url, error)
 
 
 def _library() -> Any:
@@ -199,6 +230,10 @@ def _reset(env: Any, arguments: dict[str, Any]) -> Any:
 
 def _step(env: Any, action: Any) -> Any:
     return env.step(action)
+
+
+def _reward(seen: Any, env: str) -> float:
+    return 0.0 if seen.reward is None else as_reward(seen.reward, env)
 
 
 def _fields(observation: Any) -> dict[str, Any]:

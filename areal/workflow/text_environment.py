@@ -8,7 +8,6 @@ caused it, and flows back to those before.
 import asyncio
 import uuid
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from areal.api.engine_api import InferenceEngine
@@ -19,6 +18,7 @@ from areal.infra import workflow_context
 from areal.trajectory import Tree, assign_reward, export
 from areal.trajectory.tensors import tensors_of_rows
 from areal.utils import stats_tracker
+from areal.utils.background import OwnThread
 from areal.utils.logging import getLogger
 from areal.workflow.rlvr import RLVRWorkflow
 
@@ -81,9 +81,13 @@ class TextEnvironmentWorkflow(RLVRWorkflow):
 
     async def in_time(self, call: Awaitable[Any], name: str) -> Any:
         """What a call of the environment returns, or a WorkflowError at its deadline."""
+        deadline = asyncio.timeout(self.step_seconds)
         try:
-            return await asyncio.wait_for(call, self.step_seconds)
+            async with deadline:
+                return await call
         except TimeoutError:
+            if not deadline.expired():  # the environment's own, such as that of a request it made
+                raise
             raise WorkflowError(
                 f"{name} of the environment must end within step_seconds={self.step_seconds}; "
                 "raise it, or make the environment faster"
@@ -91,29 +95,36 @@ class TextEnvironmentWorkflow(RLVRWorkflow):
 
 
 class EnvironmentThread:
-    """The thread of one episode's environment, so that a slow one holds up no other episode."""
+    """One episode's environment and the thread that it lives in, so that a slow one holds up no other episode."""
 
     def __init__(self, workflow: TextEnvironmentWorkflow, name: str) -> None:
         self._workflow = workflow
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
+        self._thread = OwnThread(name)
+        self._env: Any = None
+
+    async def make(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """The environment, which `close` closes, even one that is only made after the deadline."""
+        return await self.call(self._make, function, *arguments)
 
     async def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Under the workflow's deadline; the thread cannot be stopped, and ends when the call does."""
-        call = asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
-        return await self._workflow.in_time(call, function.__name__.strip("_"))
+        return await self._workflow.in_time(self._thread.run(function, *arguments), function.__name__.strip("_"))
 
-    def close(self, env: Any = None) -> None:
-        """Closes `env` after the call that it is in, which may hang: the episode does not wait."""
-        if env is not None:
-            self._thread.submit(_close, env)
-        self._thread.shutdown(wait=False)
+    def close(self) -> None:
+        """After the call that the environment is in, which may hang: the episode does not wait."""
+        self._thread.end(self._close)
 
+    def _make(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        self._env = function(*arguments)
+        return self._env
 
-def _close(env: Any) -> None:
-    try:
-        env.close()
-    except Exception:
-        logger.exception("an environment could not be closed")
+    def _close(self) -> None:
+        if self._env is None:
+            return
+        try:
+            self._env.close()
+        except Exception:
+            logger.exception("an environment could not be closed")
 
 
 def _not_called(*_: Any, **__: Any) -> float:

@@ -14,6 +14,7 @@ from areal.api.errors import WorkflowError
 from areal.api.workflow_api import AgentWorkflow
 from areal.infra import workflow_context
 from areal.utils import stats_tracker
+from areal.utils.background import in_thread
 from areal.utils.installing import missing
 from areal.workflow.math_task import MODEL
 
@@ -45,9 +46,10 @@ class VerifiersWorkflow(AgentWorkflow):
         self._config = None if env is None else self._completed(env)
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
-        config = self._config or self._completed(data.get("environment"))
         vf = self._library
-        env = self._make(config)
+        # In threads: the first call imports the environment, which may take seconds.
+        config = self._config or await in_thread(self._completed, data.get("environment"))
+        env = await in_thread(self._make, config)
         task = self._task(env, data)
         # No limit of its own for connecting: the episode has its deadline.
         client = vf.EvalClientConfig(

@@ -1,7 +1,8 @@
 """An agent whose tools are those of an MCP server: whatever server it starts, it asks it what tools it has.
 
 The server is a process, so a worker starts one and all of its episodes share it. Its session must be left in the task
-that entered it, as the library wants, so one task keeps it; it ends with the worker's event loop.
+that entered it, as the library wants, so one task keeps it; it ends with the worker's event loop. A server that dies
+fails the episodes that call it, since nothing can be learned from them, and the next episode starts another.
 """
 
 import asyncio
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mcp import Client, MCPError, StdioServerParameters, stdio_client
+from mcp.types import CONNECTION_CLOSED
 from openai import AsyncOpenAI
 
 from areal.reward import exact_match_reward
@@ -29,6 +31,10 @@ class Tools:
         self._keeper = asyncio.create_task(self._keep())
         self.offered: list[dict[str, Any]] = []
 
+    @property
+    def is_over(self) -> bool:
+        return self._keeper.done() or self._keeper.cancelling() > 0
+
     async def ready(self) -> "Tools":
         await asyncio.wait_for(asyncio.shield(self._opened), START_SECONDS)
         return self
@@ -38,7 +44,12 @@ class Tools:
         try:
             given = json.loads(arguments)
             result = await self._opened.result().call_tool(name, given, read_timeout_seconds=TOOL_SECONDS)
-        except (ValueError, MCPError) as error:  # what pydantic says of arguments that are no object is a ValueError
+        except MCPError as error:
+            if error.code == CONNECTION_CLOSED:
+                self._keeper.cancel()
+                raise
+            return f"error: {error}"
+        except (ValueError, RecursionError) as error:  # such as what pydantic says of arguments that are no object
             return f"error: {error}"
         return "\n".join(block.text for block in result.content if block.type == "text")
 
@@ -84,7 +95,7 @@ class McpAgent:
 
     def _of_this_loop(self) -> Tools:
         """With `rollout.agent.mode: subproc` each episode has an event loop of its own."""
-        if self._tools is None or self._loop is not asyncio.get_running_loop():
+        if self._tools is None or self._tools.is_over or self._loop is not asyncio.get_running_loop():
             self._loop = asyncio.get_running_loop()
             self._tools = Tools(SERVER)
         return self._tools

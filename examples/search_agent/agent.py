@@ -39,7 +39,7 @@ TOOLS: list[dict[str, Any]] = [
 ]
 CREATE = """CREATE VIRTUAL TABLE documents USING fts5(text, tokenize="porter unicode61 tokenchars '-'")"""
 """Names have hyphens, and are words as a whole."""
-_CITATION = re.compile(r"\[(\d+)\]")
+_CITATION = re.compile(r"\[(\d{1,9})\]")
 _WORD = re.compile(r"[\w-]+")
 
 
@@ -94,7 +94,7 @@ def query_of(arguments: str) -> str | None:
     """What a call asks to search for; None = it is not a call of this tool."""
     try:
         asked = json.loads(arguments)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):  # a number may have too many digits, and brackets may be nested too deeply
         return None
     query = asked.get("query") if isinstance(asked, dict) else None
     return query if isinstance(query, str) else None

@@ -114,6 +114,39 @@ def test_second_copy_changes_nothing_and_overwrites_only_with_force(
     assert mine.read_bytes() == (ROOT / "examples/countdown/config.yaml").read_bytes()
 
 
+@pytest.mark.parametrize("kind", ["file", "directory", "link"])
+def test_something_else_in_its_place_is_refused_before_a_file_is_written(
+    kind: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = here / "examples/search_agent"
+    if kind == "file":
+        place.parent.mkdir()
+        place.write_text("mine")
+    elif kind == "directory":
+        (place / "corpus.py").mkdir(parents=True)
+    else:
+        place.mkdir(parents=True)
+        (place / "corpus.py").symlink_to(here / "nothing")
+    before = copied(here)
+    assert main(["new", "--example", "search_agent"]) == 2
+    assert re.fullmatch(r"areal: areal new writes .* is something else; move it.*\n", capsys.readouterr().err)
+    assert copied(here) == before
+
+
+@pytest.mark.parametrize("words", [["--example", "search_agent"], ["agent", "mine"]])
+@pytest.mark.parametrize("into", ["/proc/nowhere", "x" * 300])
+def test_place_that_cannot_be_written_is_one_line(
+    words: list[str], into: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["new", *words, "--into", into]) == 2
+    assert re.fullmatch(r"areal: .*; name another.*\n", capsys.readouterr().err)
+
+
+def test_command_for_an_odd_place_can_be_pasted(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["new", "--example", "search_agent", "--into", "a b;c"]) == 0
+    assert "\n  cd 'a b;c'\n" in capsys.readouterr().out
+
+
 def test_clone_has_it_already(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(ROOT)
     before = (ROOT / "examples/countdown/README.md").read_bytes()

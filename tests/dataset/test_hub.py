@@ -70,6 +70,30 @@ def test_a_directory_of_other_files_is_read_by_datasets(tmp_path: Path, monkeypa
     assert questions(str(tmp_path / "tables")) == ["Sort 21"]
 
 
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"train.csv": 'a,b\n1,2\n"open'}, "cannot load it: .*EOF inside string"),
+        ({"train.json": '{"a": '}, "cannot load it: .*JSON parse error"),
+        ({"train.tar": "no archive"}, "cannot load it: "),
+        ({"tasks.py": "raise"}, "cannot load it: Dataset scripts are no longer supported"),
+        ({"README.md": "---\n: : [\n---\n", "train.csv": "a\n1\n"}, "cannot load it: while parsing"),
+        ({"state.json": "{}", "dataset_info.json": "{}"}, "looks like a saved Dataset, but .*; save it again"),
+        ({"dataset_dict.json": '{"splits": ["train"]}'}, "looks like a saved Dataset, but .*; save it again"),
+    ],
+)
+def test_what_datasets_cannot_read_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], message: str
+) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "tasks").mkdir()
+    for name, text in files.items():
+        (tmp_path / "tasks" / name).write_text(text)
+    with pytest.raises(DatasetError, match=message) as caught:
+        get_custom_dataset("train", DatasetConfig(path=str(tmp_path / "tasks")))
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.slow
 def test_without_a_network_an_id_comes_from_the_cache_or_is_one_clear_line(repository: Path, tmp_path: Path) -> None:
     for subset in ("main", "socratic"):

@@ -35,6 +35,7 @@ def test_jsonl_may_hold_every_character_that_json_allows(tmp_path: Path) -> None
     [
         ('{"a": 1}\n\n{"a": \n', r"tasks\.jsonl line 3 is not JSON"),
         ('{"a": 1}\n[1]\n', r"tasks\.jsonl line 2 must be a JSON object, got list"),
+        ("[" * 100_000, r"tasks\.jsonl line 1 is not JSON"),
         ("", "at least one task"),
         (b'{"a": "\xff"}', "must be UTF-8"),
     ],
@@ -42,6 +43,11 @@ def test_jsonl_may_hold_every_character_that_json_allows(tmp_path: Path) -> None
 def test_broken_jsonl_names_the_line(tmp_path: Path, text: str | bytes, message: str) -> None:
     with pytest.raises(DatasetError, match=message):
         read_tasks(write(tmp_path, text))
+
+
+def test_a_path_that_is_too_long_is_refused() -> None:
+    with pytest.raises(DatasetError, match=r"cannot read tasks from 'xxx.*: File name too long"):
+        read_tasks("x" * 5000)
 
 
 def test_an_absent_file_is_named(tmp_path: Path) -> None:

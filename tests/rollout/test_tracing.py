@@ -17,9 +17,11 @@ import httpx
 import pytest
 from sdk_call import DATA, MAX_POSITIONS, chat
 
+from areal.api.errors import ConfigError
 from areal.api.messages import GroupTask
 from areal.config.rollout import AgentConfig, ProxyConfig
 from areal.engine.inference.fake import FakeEngine
+from areal.infra import tracing
 from areal.infra.tracing import Tracing
 from areal.proxy import ArealOpenAI, Proxy
 from areal.rollout.runners.agent import AgentRunner
@@ -29,6 +31,7 @@ from areal.workflow import RLVRWorkflow
 
 pytest.importorskip("opentelemetry.sdk", reason="make test-otel runs these, with OpenTelemetry")
 
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -64,8 +67,8 @@ def run_agent(proxy: Proxy, engine: FakeEngine, gconfig: Any, provider: TracerPr
 
     async def run(agent: Any, n_samples: int = 1, *, seconds: float = 60, **options: Any) -> Any:
         runner = AgentRunner(agent, proxy, AgentConfig(), gconfig)
-        tracing = Tracing(provider, owned=False)
-        worker = RolloutWorker({False: runner, True: runner}, proxy, engine, seconds, tracing=tracing)
+        own = Tracing(provider, owned=False)
+        worker = RolloutWorker({False: runner, True: runner}, proxy, engine, seconds, tracing=own)
         return await worker.run_group(task(n_samples, **options))
 
     return run
@@ -208,6 +211,42 @@ async def test_failures_are_errors_with_a_type(run_agent: Any, made: InMemorySpa
             assert span.status.status_code is StatusCode.ERROR
         assert "raised BadRequestError" in episode.status.description
         assert episode.events == ()
+
+
+async def test_half_a_surrogate_pair_loses_no_span(run_agent: Any, made: InMemorySpanExporter) -> None:
+    async def agent(data: Any, **kwargs: Any) -> float:
+        trace = tracing.current()
+        assert trace is not None
+        call = trace.begin_call("chat", "m\ud800", "s", (), {"gen_ai.request.stop_sequences": ["\ud800"]})
+        call.answered(1, 1, ["stop"], [0], [("id", "na\ud800me" * 100)])
+        trace.begin_call("chat", "m", "s", ["id"], {}).failed("kind", "why \ud800")
+        raise ValueError("it wrote \ud800")
+
+    await run_agent(agent)
+    spans = made.get_finished_spans()
+    assert len(encode_spans(spans).resource_spans[0].scope_spans[0].spans) == len(spans) == 4
+    (tool,) = [span for span in spans if span.name.startswith("execute_tool")]
+    assert len(tool.attributes["gen_ai.tool.name"]) <= tracing.MOST_NAME
+
+
+def test_a_variable_that_opentelemetry_refuses_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "0")
+    with pytest.raises(ConfigError, match=r"max_queue_size must be a positive integer.*; change the variable OTEL_"):
+        Tracing.start()
+
+
+def test_nothing_waits_for_spans_that_cannot_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracing, "FLUSH_SECONDS", 0.01)
+    sent, ended = threading.Event(), threading.Event()
+
+    class Unreachable(TracerProvider):
+        def shutdown(self) -> None:
+            sent.wait(30)
+            ended.set()
+
+    asyncio.run(Tracing(Unreachable(shutdown_on_exit=False), owned=True).aclose())
+    assert not ended.is_set()
+    sent.set()
 
 
 async def test_episode_that_its_agent_filters_is_no_error(run_agent: Any, made: InMemorySpanExporter) -> None:

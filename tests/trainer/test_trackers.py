@@ -114,6 +114,70 @@ def test_tracker_that_hangs_does_not_hold_up_the_end_of_a_run(
     free.set()
 
 
+def test_trackers_that_hang_are_waited_for_together(
+    tmp_path: Path, told: dict[str, list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent = Trackers(config("wandb, mlflow, trackio"), tmp_path)
+    now, waited = [100.0], []
+
+    def join(thread: threading.Thread, timeout: float | None = None) -> None:
+        assert timeout is not None
+        waited.append(timeout)
+        now[0] += timeout
+
+    with monkeypatch.context() as patched:
+        patched.setattr("areal.trainer.trackers.time.monotonic", lambda: now[0])
+        patched.setattr(threading.Thread, "join", join)
+        sent.close()
+    assert waited == [trackers.CLOSE_SECONDS, 0.0, 0.0]
+
+
+def test_tracker_that_fell_behind_misses_no_step(
+    tmp_path: Path,
+    store: StoreWriter,
+    told: dict[str, list[Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    busy, free, drained = threading.Event(), threading.Event(), threading.Event()
+
+    class Slow(Kept):
+        def figures(self, step: int, values: Any) -> None:
+            busy.set()
+            assert free.wait(30)
+            super().figures(step, values)
+            if step == 3:
+                drained.set()
+
+    monkeypatch.setitem(KINDS, "wandb", Slow)
+    monkeypatch.setattr(trackers, "MOST_WAITING", 2)
+    with Trackers(config("wandb"), tmp_path) as sent:
+        for step in range(1, 7):
+            commit(store, step)
+            sent.figures(step, {"loss": step / 10})
+            assert busy.wait(30)
+            if step == 4:  # 1 is being sent, 2 and 3 wait, 4 has no place
+                free.set()
+                assert drained.wait(30)
+    assert [line[0] for line in told["run 0"][:-1]] == [1, 2, 3]
+    assert caplog.text.count("those after step 3 are sent when the run is started again") == 1
+    with Trackers(config("wandb"), tmp_path) as sent:
+        sent.catch_up(6)
+    assert [line[0] for line in told["run 0"] if line != "end"] == [1, 2, 3, 4, 5, 6]
+
+
+def test_tracker_that_exits_is_warned_of(
+    tmp_path: Path, told: dict[str, list[Any]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def leave(run: TrackedRun, known: str | None) -> Any:
+        raise SystemExit("log in first")
+
+    monkeypatch.setitem(KINDS, "wandb", leave)
+    with Trackers(config("wandb"), tmp_path) as sent:
+        sent.figures(1, {"loss": 0.1})
+    assert "tracker wandb fails (SystemExit: log in first)" in caplog.text
+
+
 def test_some_conversations_are_shown_now_and_then(tmp_path: Path, told: dict[str, list[Any]]) -> None:
     groups = [make_group(0, [1.0, 0.0])]
     with Trackers(config("wandb", rollouts_every=3, rollouts=1), tmp_path) as sent:

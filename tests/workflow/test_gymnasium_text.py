@@ -72,6 +72,13 @@ async def test_a_discrete_action_is_the_last_number_and_ansi_is_shown(tokenizer:
     assert returns(rows) == [0.5**power for power in (5, 4, 3, 2, 1, 0)]
 
 
+@pytest.mark.parametrize("answer", ["2.0", "go 1.2", "10000000001", "9" * 20])
+async def test_part_of_a_number_is_no_action(tokenizer: Any, speaker: Any, answer: str) -> None:
+    says = speaker(lambda prompt: answer)
+    await workflow(tokenizer, max_turns=2).arun_episode(says.engine(), LAKE)
+    assert NOT_AN_ACTION in says.prompts[1]
+
+
 async def test_a_parser_of_the_users_makes_the_action(tokenizer: Any, speaker: Any) -> None:
     says = speaker(lambda prompt: "7")
     await workflow(tokenizer, parse=lambda text: None, max_turns=3).arun_episode(says.engine(), LAKE)

@@ -1,5 +1,9 @@
 """Harbor tasks in the real sandbox: what the model's script leaves is what the tests see, and nothing else."""
 
+import asyncio
+import os
+import queue
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +13,7 @@ from areal.api.errors import WorkflowError
 from areal.config.experiment import DatasetConfig
 from areal.config.rollout import GenerationHyperparameters
 from areal.dataset import get_custom_dataset
+from areal.workflow import harbor
 from areal.workflow.harbor import HarborWorkflow
 
 pytestmark = pytest.mark.slow  # the sandbox is a process
@@ -54,6 +59,12 @@ async def test_a_script_is_run_in_the_environment_and_scored(
     says = speaker(lambda prompt: f"```bash\n{script}\n```")
     assert await rewards(tokenizer, says, task(tmp_path)) == [reward]
     assert "Sort 5291" in says.prompts[0]
+
+
+async def test_a_path_that_a_dockerfile_adds_to_keeps_the_rest(tokenizer: Any, speaker: Any, tmp_path: Path) -> None:
+    dockerfile = "FROM x\nENV PATH=/app/bin:$PATH\nRUN mkdir bin && echo 'echo 1259' > bin/solve && chmod +x bin/solve"
+    test = "[ $(solve) = 1259 ] && python3 -c 1; echo $((1 - $?)) > /logs/verifier/reward.txt"
+    assert await rewards(tokenizer, speaker(lambda prompt: "true"), task(tmp_path, test, dockerfile)) == [1.0]
 
 
 async def test_several_turns_show_what_was_printed_and_keep_the_files(
@@ -116,6 +127,44 @@ async def test_a_task_that_cannot_work_here_is_refused_before_anything_is_sample
     with pytest.raises(WorkflowError, match=message):
         await rewards(tokenizer, says, task(tmp_path, **changes))
     assert says.turns == []
+
+
+async def test_an_episode_that_is_cancelled_ends_its_script(
+    tokenizer: Any, speaker: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: queue.SimpleQueue[threading.Thread] = queue.SimpleQueue()
+    run_script = harbor._Prepared.run_script
+
+    def seen(*arguments: Any) -> Any:
+        begun.put(threading.current_thread())
+        return run_script(*arguments)
+
+    monkeypatch.setattr(harbor._Prepared, "run_script", seen)
+    says = speaker(lambda prompt: "```\nsleep 600\n```")
+    data = task(tmp_path, "echo 0 > /logs/verifier/reward.txt", toml="[agent]\ntimeout_sec = 600")
+    episode = asyncio.create_task(rewards(tokenizer, says, data))
+    thread = await asyncio.to_thread(begun.get, timeout=100)
+    episode.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await episode
+    await asyncio.to_thread(thread.join, 60)
+    assert not thread.is_alive()
+
+
+async def test_files_that_do_not_fit_are_refused_before_they_are_packed(
+    tokenizer: Any, speaker: Any, tmp_path: Path
+) -> None:
+    data = task(tmp_path)
+    os.truncate(tmp_path / "environment" / "number.txt", 1 << 40)
+    with pytest.raises(WorkflowError, match=r"must fit into the sandbox's 67108864 bytes, those of .* do not"):
+        await rewards(tokenizer, speaker(lambda prompt: "true"), data)
+
+
+async def test_a_reward_that_is_nested_too_deeply_is_none(tokenizer: Any, speaker: Any, tmp_path: Path) -> None:
+    test = """[ -e /app/deep ] && head -c 60000 /dev/zero | tr '\\0' '[' > /logs/verifier/reward.json
+    echo 1 > /logs/verifier/reward.txt"""
+    says = speaker(lambda prompt: "```\ntouch deep\n```")
+    assert await rewards(tokenizer, says, task(tmp_path, test)) == [0.0]
 
 
 async def test_a_task_of_another_kind_is_refused(tokenizer: Any, speaker: Any) -> None:

@@ -59,6 +59,36 @@ async def test_a_call_that_cannot_be_made_is_answered_with_the_reason(
     assert reason in said[-1].rpartition("<|im_start|>tool")[2]
 
 
+async def test_a_server_that_dies_fails_its_episode_and_the_next_starts_another(
+    stage: Any, agent: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = sys.modules[type(agent).__module__]
+    server = tmp_path / "dies_once.py"
+    server.write_text(
+        f"import os, pathlib, runpy\n"
+        f"from mcp.server.mcpserver import MCPServer\n"
+        f"died = pathlib.Path({str(tmp_path / 'died')!r})\n"
+        f"if died.exists():\n"
+        f"    runpy.run_path({module.SERVER[1]!r}, run_name='__main__')\n"
+        f"server = MCPServer('calculator')\n"
+        f"@server.tool(structured_output=False)\n"
+        f"def add(a: int, b: int) -> str:\n"
+        f"    died.touch()\n"
+        f"    os._exit(1)\n"
+        f"server.run()\n"
+    )
+    monkeypatch.setattr(module, "SERVER", [sys.executable, str(server)])
+
+    def answer(prompt: str) -> str:
+        return "It is 7." if "tool\n7<" in prompt else call("add", '{"a": 3, "b": 4}')
+
+    async with stage(answer) as s:
+        with pytest.raises(module.MCPError, match="Connection closed"):
+            await agent.run(SUM, **s.kwargs())
+    async with stage(answer) as s:
+        assert await agent.run(SUM, **s.kwargs()) == 1.0
+
+
 async def test_a_server_that_does_not_start_fails_the_episode(stage: Any, agent: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(sys.modules[type(agent).__module__], "SERVER", ["/nowhere/to/be/found"])
     async with stage(lambda prompt: "7") as s:

@@ -1,17 +1,20 @@
 """Environments of the real openenv library as conversations, in this process and on a server of the library."""
 
 import asyncio
+import json
 import re
 import socket
 import sys
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from areal.api.errors import WorkflowError
+from areal.api.errors import ArealError, WorkflowError
 from areal.config.rollout import GenerationHyperparameters
+from areal.workflow import openenv
 from areal.workflow.gymnasium_text import NOT_AN_ACTION
 from areal.workflow.openenv import OpenEnvWorkflow
 
@@ -43,6 +46,56 @@ async def server() -> AsyncIterator[str]:
         yield f"http://127.0.0.1:{listening.getsockname()[1]}"
         served.should_exit = True
         await asyncio.wait_for(task, 30)
+
+
+SCHEMA = {"action": {"properties": {"text": {"type": "string"}}, "required": ["text"]}}
+
+
+@pytest.fixture
+async def hostile() -> AsyncIterator[Any]:
+    """`await hostile(schema, *answers)`: the address of a server that says these things, and then what its last says:
+    text is sent as it is, anything else as JSON, None ends the connection, and ... answers nothing any more."""
+    import uvicorn
+    from starlette.applications import Starlette
+    from starlette.responses import JSONResponse
+    from starlette.routing import Route, WebSocketRoute
+
+    async with AsyncExitStack() as started:
+
+        async def start(schema: Any, *answers: Any) -> str:
+            async def talk(visitor: Any) -> None:
+                await visitor.accept()
+                for answer in answers:
+                    await visitor.receive_text()
+                    if answer is ...:
+                        break
+                    if answer is None:
+                        return await visitor.close()
+                    await visitor.send_text(answer if isinstance(answer, str) else json.dumps(answer))
+                while True:
+                    await visitor.receive_text()
+
+            async def described(request: Any) -> JSONResponse:
+                return JSONResponse(schema)
+
+            app = Starlette(routes=[Route("/schema", described), WebSocketRoute("/ws", talk)])
+            listening = started.enter_context(socket.create_server(("127.0.0.1", 0)))
+            served = uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1))
+            task = asyncio.create_task(served.serve(sockets=[listening]))
+
+            async def end() -> None:
+                served.should_exit = True
+                await asyncio.wait_for(task, 30)
+
+            started.push_async_callback(end)
+            return f"http://127.0.0.1:{listening.getsockname()[1]}"
+
+        yield start
+
+
+def observed(reward: Any = None, *, done: bool = False, observation: Any = "seen") -> dict[str, Any]:
+    shown = {"text": observation} if isinstance(observation, str) else observation
+    return {"type": "observation", "data": {"observation": shown, "reward": reward, "done": done}}
 
 
 class NumberAction(core.Action):
@@ -102,6 +155,45 @@ async def test_an_answer_that_is_no_action_costs_a_turn_and_no_step(tokenizer: A
     rows = await workflow(tokenizer, env=NUMBERS).arun_episode(says.engine(), {"options": {"word": "W"}})
     assert '{"left": "L", "right": "W"}' in says.prompts[0]
     assert rows["rewards"].tolist() == [0.0, 7.0]
+
+
+@pytest.mark.parametrize(
+    ("schema", "answers", "message"),
+    [
+        ([], [], "there is no OpenEnv server at"),
+        ({"action": "text"}, [], "there is no OpenEnv server at"),
+        ({"action": {"properties": 3}}, [], "its actions have no properties"),
+        (SCHEMA, [None], "failed in reset"),
+        (SCHEMA, ["<html>"], "failed in reset"),
+        (SCHEMA, ["[]"], "failed in reset"),
+        (SCHEMA, [{"type": "error", "data": {"message": "full", "code": "CAPACITY"}}], "failed in reset: .*CAPACITY"),
+        (SCHEMA, [observed(observation=[1])], r"an observation of .* must be an object, got \[1\]"),
+        (SCHEMA, [observed(), None], "failed in step"),
+        (SCHEMA, [observed(), observed("many")], "a reward must be a finite number, got str 'many' from http"),
+        (SCHEMA, [observed(), observed(float("nan"))], "a reward must be a finite number, got float nan from http"),
+        (SCHEMA, [observed(), ...], "step of the environment must end within step_seconds"),
+    ],
+)
+async def test_a_server_that_makes_no_sense_fails_in_one_line(
+    tokenizer: Any, speaker: Any, hostile: Any, schema: Any, answers: list[Any], message: str
+) -> None:
+    url = await hostile(schema, *answers)
+    with pytest.raises(ArealError, match=message) as caught:
+        await workflow(tokenizer, env=url, step_seconds=2).arun_episode(speaker(lambda prompt: "7").engine(), {})
+    assert "\n" not in str(caught.value)
+
+
+async def test_a_session_that_cannot_be_closed_costs_no_episode(
+    tokenizer: Any, speaker: Any, hostile: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def hangs(self: Any) -> None:
+        await asyncio.get_running_loop().create_future()
+
+    monkeypatch.setattr(core.GenericEnvClient, "close", hangs)
+    monkeypatch.setattr(openenv, "CLOSE_SECONDS", 0.01)
+    url = await hostile(SCHEMA, observed(), observed(0.5, done=True))
+    rows = await workflow(tokenizer, env=url).arun_episode(speaker(lambda prompt: "7").engine(), {})
+    assert rows["rewards"].tolist() == [0.5]
 
 
 async def test_fields_can_be_chosen(tokenizer: Any, speaker: Any) -> None:

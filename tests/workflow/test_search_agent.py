@@ -99,6 +99,7 @@ def test_sqlite_without_full_text_search_is_refused_with_the_remedy(monkeypatch:
         ("Rome [12] [34]", 0.0),
         ("Oslo or Rome [12] [34]", 0.0),
         ("[12] [34]", 0.0),
+        (f"Oslo [{'1' * 5000}]", 0.0),
         ("", 0.0),
     ],
 )
@@ -112,7 +113,15 @@ def test_evidence_that_was_never_seen_is_not_cited_but_guessed() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "query"),
-    [('{"query": "x y"}', "x y"), ('{"query": 3}', None), ("{}", None), ("[1]", None), ("{broken", None)],
+    [
+        ('{"query": "x y"}', "x y"),
+        ('{"query": 3}', None),
+        ("{}", None),
+        ("[1]", None),
+        ("{broken", None),
+        ("[" * 100_000, None),
+        ("1" * 5000, None),
+    ],
 )
 def test_only_a_text_can_be_searched_for(arguments: str, query: str | None) -> None:
     assert query_of(arguments) == query

@@ -1,5 +1,6 @@
 """Environments of the real verifiers library through the real proxy: their tasks, their rewards, our tokens."""
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,37 @@ def test_more_tasks_than_there_are_is_refused() -> None:
         tasks(size=1000)
 
 
+ODD_TASKSET = """
+import itertools
+import verifiers.v1 as vf
+
+class OddTaskset(vf.Taskset[vf.Task, vf.TasksetConfig]):
+    INFINITE = True
+
+    def load(self):
+        {load}
+
+__all__ = ["OddTaskset"]
+"""
+FEW = "return (vf.Task(vf.TaskData(idx=0, prompt=f'Do {number % 30}')) for number in itertools.count())"
+
+
+@pytest.mark.parametrize(
+    ("name", "load", "message"),
+    [
+        ("few_tasks", FEW, r"has \d+ different train tasks, asked for 100; ask for fewer"),
+        ("no_tasks", "raise KeyError('prompt')", "cannot load the tasks of verifiers:no_tasks: 'prompt'"),
+    ],
+)
+def test_a_taskset_that_repeats_itself_or_fails_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, load: str, message: str
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / f"{name}.py").write_text(ODD_TASKSET.format(load=load))
+    with pytest.raises(DatasetError, match=message):
+        tasks(f"verifiers:{name}", size=100)
+
+
 @pytest.mark.parametrize("route", ["in process", "over TCP"])
 @pytest.mark.parametrize(("says", "reward"), [("right", 1.0), ("nothing at all", 0.0)])
 async def test_the_rubrics_reward_is_the_reward_and_tokens_are_the_sampled_ones(
@@ -62,6 +94,19 @@ async def test_the_rubrics_reward_is_the_reward_and_tokens_are_the_sampled_ones(
         assert await VerifiersWorkflow().run(task, **s.kwargs(route)) == reward
         s.check_tokens()
         s.check_one_conversation(1)
+
+
+async def test_an_environment_is_imported_beside_the_event_loop(
+    stage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    example = Path(__file__).parents[2] / "examples" / "verifiers_environment" / "sort_digits.py"
+    seen = "import threading\nIN_LOOP = threading.current_thread() is threading.main_thread()\n"
+    (tmp_path / "slow_to_import.py").write_text(f"{example.read_text()}\n{seen}")
+    task = tasks(size=1)[0] | {"environment": {"taskset": {"id": "slow-to-import"}}}
+    async with stage(lambda prompt: task["task"]["answer"]) as s:
+        assert await VerifiersWorkflow().run(task, **s.kwargs()) == 1.0
+    assert not import_module("slow_to_import").IN_LOOP
 
 
 @pytest.mark.parametrize("kind", ["id", "config", "object"])

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from areal.api.errors import ConfigError
-from areal.cli.new.examples import copy_example, list_examples
+from areal.cli.new.examples import copy_example, is_taken, list_examples, write_file
 from areal.cli.new.templates import KINDS
 from areal.utils.installing import install_hint
 
@@ -158,10 +158,11 @@ def _directory(into: str | None) -> Path:
     if into is None:
         return CHECKOUT if (CHECKOUT / "__init__.py").is_file() else Path()
     directory = Path(into)
+    taken = is_taken(directory)
     bad = [part for part in directory.parts if part not in ("/", ".", "..") and not part.isidentifier()]
     if bad and not directory.is_dir():
         raise ConfigError(f"--into must be a package's directory, got {into!r}; {bad[0]!r} cannot be imported")
-    if directory.exists() and not directory.is_dir():
+    if taken:
         raise ConfigError(f"--into must be a directory, got the file {into!r}; name the package it belongs to")
     return directory
 
@@ -193,6 +194,5 @@ def _write(path: Path, text: str) -> str:
     before = path.read_text(encoding="utf-8") if path.exists() else None
     if before == text:
         return "unchanged"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+    write_file(path, text.encode())
     return "written  " if before is None else "changed  "

@@ -7,6 +7,7 @@ Everything is decided before a file is touched.
 
 import os
 import re
+import shlex
 import shutil
 import textwrap
 from dataclasses import dataclass
@@ -87,7 +88,7 @@ def copy_example(name: str, into: str | None, *, force: bool) -> str:
         near = did_you_mean(name, known) or f"; there are {', '.join(known)}"
         raise ConfigError(f"--example must name an example, got {name!r}{near}")
     root = Path(into or "")
-    if root.exists() and not root.is_dir():
+    if is_taken(root):
         raise ConfigError(f"--into must be a directory, got the file {into!r}; name the one that gets examples/{name}")
     chosen = [known[name], *(known[each] for each in sorted(known[name].needs() & known.keys()))]
     contents: dict[Path, bytes] = {}
@@ -95,6 +96,12 @@ def copy_example(name: str, into: str | None, *, force: bool) -> str:
         place = root / "examples" / example.name
         if place.resolve() != example.directory.resolve():  # in a clone it is there already
             contents |= {place / path: _content(example.directory / path) for path in example.files()}
+    for path in contents:
+        taken = [each for each in path.parents if is_taken(each)] or [path] * (
+            os.path.lexists(path) and not path.is_file()
+        )
+        if taken:
+            raise ConfigError(f"areal new writes {path}, but {taken[0]} is something else; move it, or add --into DIR")
     before = {path: path.read_bytes() for path in contents if path.is_file()}
     changed = [path for path in before if before[path] != contents[path]]
     if changed and not force:
@@ -103,9 +110,27 @@ def copy_example(name: str, into: str | None, *, force: bool) -> str:
         )
     for path, content in contents.items():
         if before.get(path) != content:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content)
+            write_file(path, content)
     return "\n".join([*_written(contents, before), "", *_how_to_run(known[name], root)])
+
+
+def is_taken(directory: Path) -> bool:
+    """Whether something that is no directory has its name, such as a file, or a link to nothing."""
+    try:
+        return (directory.exists() or directory.is_symlink()) and not directory.is_dir()
+    except OSError as error:
+        raise ConfigError(f"{str(directory)[:200]!r} can be no directory: {error.strerror}; name another") from None
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """With the directories above it."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    except OSError as error:
+        raise ConfigError(
+            f"areal new cannot write {str(path)[:200]!r}: {error.strerror}; name another place with --into"
+        ) from None
 
 
 def _content(path: Path) -> bytes:
@@ -125,6 +150,6 @@ def _written(contents: dict[Path, bytes], before: dict[Path, bytes]) -> list[str
 def _how_to_run(example: Example, root: Path) -> list[str]:
     lines = example.commands.splitlines()
     if os.path.normpath(root) != ".":
-        lines.insert(0, f"cd {root}")
+        lines.insert(0, f"cd {shlex.quote(str(root))}")
     about = root / "examples" / example.name / "README.md"
     return ["run it", *(f"  {line}" if line else "" for line in lines), f"about it: {about}"]

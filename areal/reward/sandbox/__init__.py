@@ -20,6 +20,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -76,15 +77,45 @@ class ProgramRun:
     isolation: Isolation
 
 
+class ProgramStop:
+    """Ends a program, and everything it started, before its deadline; from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._is_asked = False
+        self._report: socket.socket | None = None
+
+    def stop(self) -> None:
+        with self._lock:
+            self._is_asked = True
+            self._hang_up()
+
+    def follow(self, report: socket.socket) -> None:
+        """The program whose end is reported there: its launcher ends it when nobody listens any more."""
+        with self._lock:
+            self._report = report
+            if self._is_asked:
+                self._hang_up()
+
+    def _hang_up(self) -> None:
+        if self._report is not None:
+            with suppress(OSError):  # it has ended
+                self._report.shutdown(socket.SHUT_RDWR)
+
+
 def run_program(
     text: str,
     stdin: str = "",
     limits: SandboxLimits = SandboxLimits(),
     *,
     isolation: AskedIsolation = "auto",
+    stop: ProgramStop | None = None,
 ) -> ProgramRun:
-    """Run a Python program until it ends or reaches its deadline. Raises `ConfigError` where it cannot be isolated."""
-    return _LAUNCHERS.run(find_isolation(isolation), text, stdin, limits)
+    """Run a Python program until it ends or reaches its deadline. Raises `ConfigError` where it cannot be isolated.
+
+    Raises RuntimeError if the sandbox fails, or if `stop` ended the program.
+    """
+    return _LAUNCHERS.run(find_isolation(isolation), text, stdin, limits, stop)
 
 
 def find_isolation(
@@ -140,7 +171,7 @@ class _Launcher:
             answer = b""
         self.refusal: str | None = json.loads(answer or '{"refused": "the launcher failed"}').get("refused")
 
-    def run(self, text: str, stdin: str, limits: SandboxLimits) -> ProgramRun:
+    def run(self, text: str, stdin: str, limits: SandboxLimits, stop: ProgramStop | None = None) -> ProgramRun:
         """Raises `BrokenPipeError` or `ConnectionResetError` if the launcher has ended."""
         if self.refusal is not None:
             raise RuntimeError(f"the sandbox could not start: {self.refusal}")
@@ -152,6 +183,8 @@ class _Launcher:
                 with theirs:
                     job = json.dumps(asdict(limits)).encode()
                     socket.send_fds(self.control, [job], [theirs.fileno(), *files])
+                if stop is not None:
+                    stop.follow(report)
                 outcome: dict[str, Any] = json.loads(report.recv(1 << 16) or b"{}")
             output, errors = (_text(file, limits.output_bytes) for file in files[2:])
         except TimeoutError:
@@ -189,13 +222,15 @@ class _Launchers:
             known[isolation] = self._try(isolation)
         return known[isolation]
 
-    def run(self, isolation: Isolation, text: str, stdin: str, limits: SandboxLimits) -> ProgramRun:
+    def run(
+        self, isolation: Isolation, text: str, stdin: str, limits: SandboxLimits, stop: ProgramStop | None
+    ) -> ProgramRun:
         launcher = self._get(isolation)
         try:
-            return launcher.run(text, stdin, limits)
+            return launcher.run(text, stdin, limits, stop)
         except (BrokenPipeError, ConnectionResetError):  # someone killed the launcher, no program can
             self._discard(launcher)
-            return self._get(isolation).run(text, stdin, limits)
+            return self._get(isolation).run(text, stdin, limits, stop)
 
     def forget_reasons(self) -> None:
         """Try every kind again: the machine may have been too busy."""
