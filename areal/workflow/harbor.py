@@ -148,7 +148,7 @@ class HarborWorkflow(RLVRWorkflow):
         messages = list(self._messages(data))
         workspace: Workspace | None = prepared.workspace
         while len(tree.completions) < self.max_turns and workspace is not None:
-            prompt = tree.prompt(messages)
+            prompt = await self._continued(tree, messages)
             response = await self._ask(engine, prompt.ids)
             if response is None:
                 return None

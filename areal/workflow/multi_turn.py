@@ -66,7 +66,7 @@ class MultiTurnWorkflow(RLVRWorkflow):
         self, engine: InferenceEngine, tree: Tree, messages: list[dict[str, Any]], data: dict[str, Any]
     ) -> float | None:
         """The reward of one more answer, which is then in the tree; None = the episode is rejected."""
-        prompt = tree.prompt(messages)
+        prompt = await self._continued(tree, messages)
         response = await self._ask(engine, prompt.ids)
         if response is None:
             return None

@@ -7,7 +7,7 @@ import inspect
 import json
 import uuid
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 from areal.api.engine_api import InferenceEngine
 from areal.api.errors import WorkflowError
@@ -18,13 +18,18 @@ from areal.api.workflow_api import RolloutWorkflow
 from areal.config.rollout import GenerationHyperparameters
 from areal.infra import workflow_context
 from areal.trajectory.answer import Answer, read_answer
-from areal.trajectory.rendering import Renderer
+from areal.trajectory.message import Message
+from areal.trajectory.rendering import LONG_TEXT, Renderer
 from areal.trajectory.tensors import row_of_response, tensors_of_response
+from areal.trajectory.tree import Prompt, Tree
 from areal.utils import stats_tracker
+from areal.utils.background import in_thread
 from areal.utils.bounded_cache import BoundedCache
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+P = ParamSpec("P")
 
 POSITIONAL = ("prompt", "completion", "prompt_ids", "completion_ids")
 """What a reward function gets by position; the task's own keys follow by name."""
@@ -58,12 +63,12 @@ class RLVRWorkflow(RolloutWorkflow):
         self._prompts: BoundedCache[str, tuple[str, TokenIds]] = BoundedCache(MAX_REMEMBERED_PROMPTS)
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> "dict[str, Tensor] | None":
-        scored = await self._complete(engine, data, *self._prompt(self._messages(data)))
+        scored = await self._complete(engine, data, *await self._prompt(self._messages(data)))
         return None if scored is None else tensors_of_response(*scored, self.gconfig.sampling_temperature)
 
     async def arun_row(self, engine: InferenceEngine, data: dict[str, Any]) -> Row | None:
         """The same episode as a row: making tensors and reading them again takes longer than all the rest of it."""
-        scored = await self._complete(engine, data, *self._prompt(self._messages(data)))
+        scored = await self._complete(engine, data, *await self._prompt(self._messages(data)))
         return None if scored is None else row_of_response(*scored, self.gconfig.sampling_temperature)
 
     def _open_renderer(self, tokenizer: Any) -> Renderer:
@@ -80,7 +85,7 @@ class RLVRWorkflow(RolloutWorkflow):
             ) from None
         return messages
 
-    def _prompt(self, messages: list[dict[str, Any]]) -> tuple[str, TokenIds]:
+    async def _prompt(self, messages: list[dict[str, Any]]) -> tuple[str, TokenIds]:
         """The messages as text for the model, and its tokens."""
         try:
             key = json.dumps(messages)
@@ -89,11 +94,16 @@ class RLVRWorkflow(RolloutWorkflow):
         known = None if key is None else self._prompts.get(key)
         if known is None:
             text = self._renderer.render(messages, None)
-            known = self._renderer.plain(text), TokenIds(self._renderer.encode(text))
+            known = self._renderer.plain(text), TokenIds(await _encoded(text, self._renderer.encode, text))
             if key is not None:
                 self._prompts.put(key, known)
         text, ids = known
         return text, TokenIds(ids)
+
+    async def _continued(self, tree: Tree, messages: list[Message]) -> Prompt:
+        """The prompt of a conversation with several turns."""
+        draft = tree.draft(messages)
+        return tree.settle(draft, await _encoded(draft.text, tree.encode, draft))
 
     async def _complete(
         self, engine: InferenceEngine, data: dict[str, Any], prompt: str, ids: list[int], images: Sequence[bytes] = ()
@@ -132,6 +142,11 @@ class RLVRWorkflow(RolloutWorkflow):
             prompt, answer.message["content"], response.input_tokens, response.output_tokens, **keywords
         )
         return None if reward is None else as_reward(reward, "the reward function")
+
+
+async def _encoded(text: str, encode: Callable[P, list[int]], *args: P.args, **kwargs: P.kwargs) -> list[int]:
+    """The tokens of `text`; of a long one in a thread, because the other episodes of the worker go on."""
+    return await in_thread(encode, *args, **kwargs) if len(text) > LONG_TEXT else encode(*args, **kwargs)
 
 
 def _positional_names(reward_fn: Callable[..., Any]) -> frozenset[str]:

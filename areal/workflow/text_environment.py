@@ -63,7 +63,7 @@ class TextEnvironmentWorkflow(RLVRWorkflow):
         messages = list(messages)
         finished = False
         while not finished and len(tree.completions) < self.max_turns:
-            prompt = tree.prompt(messages)
+            prompt = await self._continued(tree, messages)
             response = await self._ask(engine, prompt.ids)
             if response is None:
                 return None

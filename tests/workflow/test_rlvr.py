@@ -1,6 +1,8 @@
 import asyncio
 import functools
 import math
+import threading
+from contextlib import suppress
 from typing import Any
 
 import cloudpickle
@@ -8,16 +10,17 @@ import numpy as np
 import pytest
 import torch
 
-from areal.api.errors import RewardInvalid, WorkflowError
+from areal.api.errors import ContextLengthError, RewardInvalid, WorkflowError
 from areal.api.reward_api import AsyncRewardWrapper, Value
 from areal.config.rollout import GenerationHyperparameters
 from areal.engine.inference.fake import FakeEngine
 from areal.infra import workflow_context
 from areal.infra.workflow_context import WorkflowContext
 from areal.reward import code_reward, exact_match_reward
+from areal.trajectory.rendering import LONG_TEXT, Renderer
 from areal.utils import stats_tracker
 from areal.utils.data import concat_padded_tensors
-from areal.workflow import RLVRWorkflow
+from areal.workflow import MultiTurnWorkflow, RLVRWorkflow
 from areal.workflow.openai.math_agent import MathAgent
 
 TASK = {"messages": [{"role": "user", "content": "What is 3 + 4?"}], "answer": "7"}
@@ -49,6 +52,34 @@ async def test_rows_of_different_length_join(tokenizer: Any, speaker: Any) -> No
     batch = concat_padded_tensors([short, long])
     assert batch["input_ids"].shape == batch["temperatures"].shape == long["input_ids"].expand(2, -1).shape
     assert batch["rewards"].shape == (2,)
+
+
+@pytest.fixture
+def encoding_threads(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """Those in which text becomes tokens."""
+    threads = set()
+    encode = Renderer.encode
+
+    def noticed(self: Renderer, *args: Any, **kwargs: Any) -> list[int]:
+        threads.add(threading.get_ident())
+        return encode(self, *args, **kwargs)
+
+    monkeypatch.setattr(Renderer, "encode", noticed)
+    return threads
+
+
+@pytest.mark.parametrize("kind", [RLVRWorkflow, MultiTurnWorkflow])
+@pytest.mark.parametrize(("words", "is_here"), [(1, True), (LONG_TEXT, False)])
+async def test_long_prompts_hold_up_no_other_episode(
+    tokenizer: Any, speaker: Any, encoding_threads: set[int], kind: Any, words: int, is_here: bool
+) -> None:
+    workflow = kind(one, GCONFIG, tokenizer)
+    encoding_threads.clear()  # constructors may encode
+    with suppress(ContextLengthError):  # of the engine, which the long one is too long for
+        task = {"messages": [{"role": "user", "content": "7 " * words}]}
+        await workflow.arun_episode(speaker(lambda prompt: "7").engine(), task)
+    assert encoding_threads
+    assert (threading.get_ident() in encoding_threads) is is_here
 
 
 async def test_prompt_has_the_tokens_that_an_agent_would_cause(tokenizer: Any, stage: Any, speaker: Any) -> None:
