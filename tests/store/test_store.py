@@ -280,6 +280,17 @@ def test_a_disk_that_stays_full_ends_the_run_with_a_remedy(tmp_path: Path) -> No
     store.close()
 
 
+@pytest.mark.parametrize("removed", ["run.db", "run.db*"])
+def test_a_store_that_is_removed_during_a_run_is_not_taken_for_a_full_disk(tmp_path: Path, removed: str) -> None:
+    with StoreWriter(tmp_path) as store:
+        store.flush()
+        for path in tmp_path.glob(removed):
+            path.unlink()
+        store.event("death", {})  # SQLite itself does not look for the file
+        with pytest.raises(StoreError, match=r"was removed or moved .* it goes on from its newest checkpoint"):
+            store.flush()
+
+
 def large_group() -> GroupResult:
     """It does not fit into what a new file has."""
     return group(0, episode(os.urandom(100_000).hex()))
