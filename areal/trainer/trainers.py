@@ -22,6 +22,7 @@ from areal.engine.model_path import check_model_path
 from areal.rollout.loading import Workflow, WorkflowSpec, check
 from areal.utils.closing import Closing
 from areal.utils.installing import install_hint
+from areal.utils.shorten import plural
 
 if TYPE_CHECKING:  # they load torch
     from areal.trainer.ppo import GroupFilter, PPOTraining
@@ -92,7 +93,7 @@ def say_what_begins(config: ExperimentConfig, of_what: str) -> None:
     """The first line: printed plainly, because what prints nicely takes longer to load than everything before it."""
     if config.quiet:
         return
-    steps = f"{config.total_train_steps} steps" if config.total_train_steps else "steps"
+    steps = plural(config.total_train_steps, "step") if config.total_train_steps else "steps"
     named = f"areal {__version__} · {config.experiment_name} · {config.actor.path}"
     line = f"{named} · {steps} of {config.train_dataset.batch_size} {of_what}"
     with suppress(BrokenPipeError):  # nobody has to read it
