@@ -21,7 +21,6 @@ from areal.engine.sizing import GIB, HostMemory, Plan, gpu_verdict, plan, remedi
 from areal.infra.scheduler import Ask
 from areal.infra.scheduler.local import FreeResources
 from areal.rollout.loading import REWARD_MODEL, WorkflowSpec, check, import_object, is_agent
-from areal.trainer.display import Announcer
 from areal.trainer.run_directory import find_checkpoints, refuse_existing
 from areal.trainer.tasks import Settled, task_stream
 from areal.trainer.trainers import check_models, check_ranks
@@ -160,8 +159,7 @@ def plan_run(config: PPOConfig) -> RunPlan:
     tasks = get_custom_dataset("train", config.train_dataset)
     valid = get_custom_dataset("test", config.valid_dataset) if config.valid_dataset.path else []
     _, first = next(task_stream(tasks, config.seed, Settled(), shuffle=config.train_dataset.shuffle))
-    with Announcer() as report:
-        models = model_shapes(config, report)
+    models = model_shapes(config)
     asks, memory = _placed(config, models)
     threads = plan_threads(config.rollout.max_head_offpolicyness, config.scheduler.threads)
     return RunPlan(

@@ -21,7 +21,7 @@ from areal.api.errors import ArealError, ConfigError, ModelError
 from areal.config.backend import Backend
 from areal.config.experiment import PPOConfig
 from areal.config.parallel import Ranks
-from areal.engine.host_memory import SHARED_MEMORY, find_files
+from areal.engine.host_memory import SHARED_MEMORY, small_files
 from areal.engine.sizing import GIB
 from areal.infra.rpc.sockets import address_towards
 from areal.infra.scheduler.local import GPU_FILES
@@ -69,14 +69,13 @@ def all_checks(config: PPOConfig, *, chosen: bool) -> Iterator[Check]:
 def check_model(path: str, backend: str) -> Iterator[Check]:
     """Its files, whether the ranks of `backend`, if there are any, can train it, and its template."""
     try:
-        directory = find_files(path)
+        with small_files(path) as directory:
+            if backend:
+                yield check_sharding(backend, directory)
+            yield check_template(path if path.startswith("builtin:") else directory)
     except ModelError as error:
         found, _, remedy = str(error).partition("; ")
         yield Check(MODEL, "missing", found, remedy)
-        return
-    if backend:
-        yield check_sharding(backend, directory)
-    yield check_template(path)
 
 
 def check_python() -> Check:
@@ -289,7 +288,7 @@ def check_sandbox() -> Check:
         return Check("sandbox", "note", "code_reward cannot isolate programs here", remedy)
 
 
-def check_template(path: str) -> Check:
+def check_template(place: str | Path) -> Check:
     """Whether conversations with this model only ever grow."""
     from areal.trajectory.forks import continuations
     from areal.trajectory.rendering import Renderer
@@ -297,7 +296,6 @@ def check_template(path: str) -> Check:
 
     name = "chat template"
     try:
-        place = path if path.startswith("builtin:") else find_files(path)
         renderer = Renderer(load_hf_tokenizer(place), processor=load_hf_processor(place))
     except (ArealError, OSError, ValueError) as error:
         return Check(name, "note", str(error), "name a directory with tokenizer.json and a chat template")
