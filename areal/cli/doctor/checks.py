@@ -18,7 +18,7 @@ from typing import Literal
 
 from areal import __version__
 from areal.api.errors import ArealError, ConfigError, ModelError
-from areal.config.backend import Backend
+from areal.config.backend import SERVER_REMEDY, SERVERS, Backend
 from areal.config.experiment import PPOConfig
 from areal.config.parallel import Ranks
 from areal.engine.host_memory import SHARED_MEMORY, small_files
@@ -39,7 +39,6 @@ SOME_OTHER_HOST = "192.0.2.1"
 SLURM_PROGRAMS = ("sinfo", "squeue", "salloc", "sbatch", "srun", "scontrol")
 MODEL = "model"
 """The name of the check without which nothing can be planned."""
-SERVERS = {"vllm": "vLLM", "sglang": "SGLang"}
 
 
 @dataclass(frozen=True)
@@ -245,13 +244,7 @@ def check_engines(config: PPOConfig, *, chosen: bool) -> Iterator[Check]:
         if found:
             yield Check(name, "ok", f"{found} in {python}")
         elif kind == package and not rollout.addresses:
-            yield Check(
-                name,
-                "missing",
-                f"not in {python}",
-                "install it into an environment of its own and set rollout.python=PATH/bin/python, "
-                "or rollout.backend=embedded",
-            )
+            yield Check(name, "missing", f"not in {python}", SERVER_REMEDY)
 
 
 def _version_in(python: str, package: str) -> str:
