@@ -84,6 +84,6 @@ def _download_small_files(path: str) -> Path:
         return Path(snapshot_download(path, allow_patterns=["*.json", "*.jinja", "*.model"]))
     except (OSError, ValueError) as error:  # the hub's errors are of both kinds
         raise ModelError(
-            f"the config of {path!r} cannot be fetched ({error.__class__.__name__}); name a directory that has it "
-            "(--model DIR)"
+            f"no directory {path!r} here, and its config cannot be fetched from the model hub "
+            f"({error.__class__.__name__}); name a directory that has it"
         ) from None
