@@ -77,7 +77,7 @@ def test_reward_function_that_nobody_is_given_is_told(tmp_path: Path, caplog: py
 
     settings = config(tmp_path)
     settings.reward_fn, settings.rollout.device = f"{__name__}.score", "cuda:99"
-    with PPOTrainer(settings, TASKS) as trainer, pytest.raises(ArealError, match="rollout.device"):
+    with PPOTrainer(settings, TASKS) as trainer, pytest.raises(ArealError, match=r"rollout\.device"):
         trainer.train(workflow=Rewarding)
     assert "Rewarding takes no reward_fn" in caplog.text
 
