@@ -43,6 +43,7 @@ from areal.store.schema import (
     STORE_FILE,
     TRAINED,
     StoreError,
+    StoreGone,
     open_for_writing,
     unreadable,
 )
@@ -366,12 +367,16 @@ class StoreWriter(Closing):
 
     def _give_up(self, error: Exception, batch: list[tuple[Change, Future[None] | None]]) -> None:
         if self.path.exists():
-            why = f"cannot be written: {error}; free some space or set output_dir, and start the run again: it goes on "
-            why += "from what was committed"
+            failure = StoreError(
+                f"the run store {self.path} cannot be written: {error}; free some space or set output_dir, and start "
+                "the run again: it goes on from what was committed"
+            )
         else:
-            why = "was removed or moved while the run wrote to it; put its files back and start the run again, or "
-            why += "start it without them: it goes on from its newest checkpoint"
-        failure = StoreError(f"the run store {self.path} {why}")
+            failure = StoreGone(
+                f"the run store {self.path} was removed or moved while the run wrote to it; put its files back and "
+                "start the run again, or start it without them: it goes on from its newest checkpoint, or from the "
+                "start if it has none"
+            )
         with self._wake:
             self._failure = failure
             waiting = [*batch, *self._changes]

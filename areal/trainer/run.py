@@ -24,7 +24,7 @@ from areal.engine.models import find_model
 from areal.engine.training.learner import Critic, Learner
 from areal.infra.scheduler import Ask
 from areal.store.reader import StoreReader
-from areal.store.schema import FAILED, STORE_FILE, StoreError
+from areal.store.schema import FAILED, STORE_FILE, StoreError, StoreGone
 from areal.store.writer import StoreWriter
 from areal.trainer import display, notices
 from areal.trainer.checkpoint import NoRoom, begin_checkpoint, checkpoint_digest, load_newest
@@ -372,6 +372,10 @@ class TrainingRun(ABC):
             raise self._interruption.ending() from None
         except RanksLost:  # and with them what could be saved
             self._let_saving_end()
+            raise
+        except StoreGone:  # which had the steps since the checkpoint: not everything is saved
+            self._let_saving_end()
+            self._progress.close()
             raise
         except Exception as error:
             with suppress(StoreError):  # then others cannot be told
