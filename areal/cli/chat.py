@@ -27,6 +27,7 @@ from areal.trajectory.tree import Completion
 from areal.utils.shorten import first_line, printable
 
 PROMPT = "you> "
+COMMANDS = "/reset starts a new conversation, /quit ends"
 MAX_ANSWER_TOKENS = 512
 
 
@@ -112,12 +113,14 @@ def _renderer(directory: Path) -> Renderer:
 
 def _talk(chat: Chat, runner: asyncio.Runner, in_terminal: bool) -> None:
     if in_terminal:
-        print("Answers are greedy. /reset starts a new conversation, /quit ends.")
+        print(f"Answers are greedy. {COMMANDS}.")
     for line in _typed_lines() if in_terminal else _piped_lines():
         if line == "/quit":
             return
         if line == "/reset":
             chat.reset()
+        elif in_terminal and line.startswith("/") and line[1:].isalpha():  # one word: meant for us, not for the model
+            print(f"areal: no command {line}; {COMMANDS}", file=sys.stderr)
         elif line:
             _answer(chat, runner, line, in_terminal)
 

@@ -18,6 +18,7 @@ from areal.dataset import get_custom_dataset
 from areal.engine.model_path import check_model_path
 from areal.rollout.loading import WorkflowSpec, check
 from areal.trainer.display import waiting
+from areal.utils.shorten import plural
 
 if TYPE_CHECKING:  # they load torch or rich
     from rich.progress import TaskID
@@ -37,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     models = args.model or [config.actor.path]
     for model in models:
         check_model_path(model)
-    with waiting(f"{len(tasks):,} tasks of {dataset.path}; loading torch"):
+    with waiting(f"{plural(len(tasks), 'task')} of {dataset.path}; loading torch"):
         from areal.trainer.comparison import Contest, measure
 
     contest = Contest(config, spec, tasks, samples, args.greedy)
@@ -102,7 +103,7 @@ class _Bar:
         if self._in_terminal:
             self._bars.start()
         else:
-            print(f"{model}: {self._episodes:,} episodes", file=sys.stderr, flush=True)
+            print(f"{model}: {plural(self._episodes, 'episode')}", file=sys.stderr, flush=True)
         self._current = self._bars.add_task(model, total=self._episodes)
 
     def advance(self) -> None:
@@ -116,7 +117,7 @@ def _show(contest: "Contest", data: str, measured: "list[Measured]") -> None:
     each = "once each" if contest.samples == 1 else f"{contest.samples} times each"
     how = "greedily" if contest.greedy else f"sampled {each}"
     console = Console(highlight=False)
-    console.print(f"{len(contest.tasks):,} tasks of {data}, {how}", markup=False)
+    console.print(f"{plural(len(contest.tasks), 'task')} of {data}, {how}", markup=False)
     for number, model in enumerate(measured, 1):
         console.print(f"{number}  {model.model}{_rejected(model)}", markup=False, soft_wrap=True)
     console.print(_table(measured))

@@ -8,7 +8,8 @@ from pathlib import Path
 from areal.config.errors import require
 from areal.rollout.loading import import_object
 from areal.store.filters import parse_filter
-from areal.viewer.frame import number, plural
+from areal.utils.shorten import plural
+from areal.viewer.frame import number
 from areal.viewer.rescoring import place_for, rescore, write_rescored
 
 

@@ -283,7 +283,9 @@ VERBS = {
         _declare_rescore,
         {
             "areal rescore runs/sort-digits/one --reward my_module.my_reward": "all episodes",
-            "areal rescore runs/sort-digits/one --reward my_module.my_reward --filter 'step:100..'": "the later ones",
+            "areal rescore runs/sort-digits/one --reward my_module.my_reward --filter 'step:100..' --name later": (
+                "the later ones, beside the result of all"
+            ),
         },
         imports_user_code=True,
     ),

@@ -7,6 +7,11 @@ from typing import Self
 from areal.config.errors import ConfigError, require
 
 KINDS = ("embedded", "vllm", "sglang")
+SERVERS = {"vllm": "vLLM", "sglang": "SGLang"}
+"""Programs of others, by the package that has them."""
+SERVER_REMEDY = (
+    "install it into an environment of its own and set rollout.python=PATH/bin/python, or rollout.backend=embedded"
+)
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks of adapters that vLLM may be started for."""
 VLLM_CHOICES = 1024

@@ -88,7 +88,8 @@ def _split_arguments(argv: Sequence[str]) -> tuple[str, list[str]]:
         elif "=" in word and not word.startswith(("-", "=")):
             overrides.append(word)
         else:
-            raise ConfigError(f"an argument must be --config FILE or KEY=VALUE, got {word!r}")
+            meant = f"; write --config {word}" if word.endswith((".yaml", ".yml")) else ""
+            raise ConfigError(f"an argument must be --config FILE or KEY=VALUE, got {word!r}{meant}")
     if len(paths) > 1:
         raise ConfigError(f"--config may be given once, got {' and '.join(paths)}; put the differences in overrides")
     return "".join(paths), overrides

@@ -1,16 +1,19 @@
 """What this machine has, for the plan of a run, and how large the models are that the run has.
 
-Of a model that has to be downloaded only the small files are fetched.
+Of a model that has to be downloaded only the small files are fetched, and a built-in one is not made.
 """
 
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from areal.api.errors import ModelError
 from areal.config.experiment import PPOConfig
 from areal.engine.model.shape import ModelShape, read_shape
-from areal.engine.model_path import Report, model_directory
+from areal.engine.model_path import builtin_name, model_directory
 from areal.engine.sizing import GIB, HostMemory
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -43,8 +46,8 @@ def _gpus() -> tuple[int, int]:
     return (min(sizes), count) if sizes else (0, 1)
 
 
-def model_shapes(config: PPOConfig, report: Report = lambda text, share: None) -> dict[str, ModelShape]:
-    """Of every model that the run has, by its section; `report` as in `find_files`."""
+def model_shapes(config: PPOConfig) -> dict[str, ModelShape]:
+    """Of every model that the run has, by its section."""
     paths = {"actor": config.actor.path}
     if config.algorithm.kl_ctl > 0:
         paths["ref"] = config.ref.path
@@ -52,24 +55,35 @@ def model_shapes(config: PPOConfig, report: Report = lambda text, share: None) -
         paths["critic"] = config.critic.path
     if config.teacher.path:
         paths["teacher"] = config.teacher.path
-    return {name: read_shape(find_files(path, report)) for name, path in paths.items()}
+    return {name: _shape_of(path) for name, path in paths.items()}
 
 
-def find_files(path: str, report: Report = lambda text, share: None) -> Path:
-    """The directory of a model, for its small files. A built-in one is made if there is none yet, and `report` gets
-    lines on that."""
-    if path.startswith("builtin:"):
-        from areal.engine.models import find_model
+def _shape_of(path: str) -> ModelShape:
+    with small_files(path) as directory:
+        return read_shape(directory)
 
-        return find_model(path, report)
-    if (directory := model_directory(path)) is not None:
-        return directory
+
+@contextmanager
+def small_files(path: str) -> Iterator[Path]:
+    """A directory with the small files of a model, its config.json among them, for the length of the block."""
+    name = builtin_name(path)
+    if name is None:
+        yield model_directory(path) or _download_small_files(path)
+        return
+    from areal.engine.models import DESCRIBED
+
+    with TemporaryDirectory(prefix="areal-") as directory:
+        DESCRIBED[name](Path(directory))
+        yield Path(directory)
+
+
+def _download_small_files(path: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(path, allow_patterns=["*.json", "*.jinja", "*.model"]))
     except (OSError, ValueError) as error:  # the hub's errors are of both kinds
         raise ModelError(
-            f"the config of {path!r} cannot be fetched ({error.__class__.__name__}); name a directory that has it "
-            "(--model DIR)"
+            f"no directory {path!r} here, and its config cannot be fetched from the model hub "
+            f"({error.__class__.__name__}); name a directory that has it"
         ) from None

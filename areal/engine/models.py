@@ -16,7 +16,7 @@ from areal.config.errors import require
 from areal.config.rollout import Kernel
 from areal.config.training import LoraConfig
 from areal.engine.builtin.text import TINY_COUNTDOWN, TINY_MATH
-from areal.engine.builtin.vision import tiny_vision
+from areal.engine.builtin.vision import tiny_vision, write_untrained
 from areal.engine.inference.decoder_runner import DecoderRunner
 from areal.engine.inference.kernels import kernel_name
 from areal.engine.inference.model_runner import ModelRunner
@@ -36,6 +36,12 @@ BUILTIN: dict[str, Callable[[Report], Path]] = {
     "tiny-countdown": TINY_COUNTDOWN.cached,
     "tiny-vision": tiny_vision,
 }
+DESCRIBED: dict[str, Callable[[Path], None]] = {
+    "tiny-math": TINY_MATH.describe,
+    "tiny-countdown": TINY_COUNTDOWN.describe,
+    "tiny-vision": write_untrained,
+}
+"""What writes the files that tell a built-in model's size, without making it."""
 
 
 def find_model(path: str, report: Report = lambda text, share: None) -> Path:

@@ -155,6 +155,17 @@ def check(spec: WorkflowSpec, reward_fn: str = "") -> None:
         check_arguments(target, spec.kwargs, reward_fn)
 
 
+def unused_reward(spec: WorkflowSpec, reward_fn: str) -> str:
+    """A sentence for a config's `reward_fn` that the workflow is not given; empty if it is, or there is none."""
+    target = _resolved(spec)
+    if not reward_fn or (inspect.isclass(target) and "reward_fn" in _named_parameters(target)):
+        return ""
+    return (
+        f"reward_fn={reward_fn} is not used: {name_of(target)} takes no reward_fn, and what its episodes return is "
+        "their reward; leave it out, or name it in the constructor"
+    )
+
+
 def load(spec: WorkflowSpec, fillers: Fillers) -> Any:
     """The object that runs episodes, an agent or a RolloutWorkflow."""
     target = _resolved(spec)
@@ -315,7 +326,10 @@ def import_object(path: str, what: str) -> Any:
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # importing runs the user's code, which may raise anything
-        raise WorkflowError(f"{what} {path!r} cannot be imported: {type(error).__name__}: {error}") from error
+        remedy = ""
+        if isinstance(error, ModuleNotFoundError) and error.name == path.partition(".")[0]:
+            remedy = f"; start it in the directory that has {error.name}, or add that to PYTHONPATH"
+        raise WorkflowError(f"{what} {path!r} cannot be imported: {type(error).__name__}: {error}{remedy}") from error
     if not hasattr(module, attribute):
         choices = _describe_choices(module, attribute)
         raise WorkflowError(f"{what} {path!r}: module {module_name} has no {attribute}; {choices}")

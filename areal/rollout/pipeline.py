@@ -26,6 +26,7 @@ from areal.rollout.dispatch import Dispatch, GroupWorker, pack_task
 from areal.rollout.waves import Waves
 from areal.utils import waits
 from areal.utils.logging import getLogger
+from areal.utils.shorten import plural
 
 LOGGED_PER_REASON = 2
 """Rejections logged in full per reason; the rest are only counted."""
@@ -185,7 +186,8 @@ class Pipeline:
         running: list[asyncio.Task[GroupResult]] = []
 
         def describe() -> str:
-            return f"waits for an evaluation of {len(tasks)} tasks: {sum(each.done() for each in running)} are done"
+            done = sum(each.done() for each in running)
+            return f"waits for an evaluation of {plural(len(tasks), 'task')}: {done} done"
 
         with waits.current().entered(describe):
             return await self._evaluate(tasks, running, on_result, greedy=greedy, max_running=max_running)
@@ -218,7 +220,7 @@ class Pipeline:
     def doing(self) -> Doing:
         """Where the groups are, and why no more are started."""
         admission, sent = self.admission, self._dispatch.sent.now()
-        what = f"has {admission.running} groups running and {admission.ready} ready to be trained"
+        what = f"has {plural(admission.running, 'group')} running and {admission.ready} ready to be trained"
         if why := self._why_none_starts():
             what += f"; no more start {why}"
         if not sent:

@@ -159,6 +159,10 @@ class StoreError(ArealError):
     """A run store cannot be read or written."""
 
 
+class StoreGone(StoreError):
+    """Its file was removed while a run wrote to it, with all that it kept."""
+
+
 def open_for_writing(path: Path) -> sqlite3.Connection:
     """Make the file or bring it to the present version. What is committed survives a killed process.
 

@@ -43,6 +43,7 @@ from areal.store.schema import (
     STORE_FILE,
     TRAINED,
     StoreError,
+    StoreGone,
     open_for_writing,
     unreadable,
 )
@@ -329,6 +330,7 @@ class StoreWriter(Closing):
 
     def _commit(self, changes: list[Change]) -> None:
         """All of them in one transaction, once there is room for it."""
+        self.path.stat()  # SQLite goes on with a file that was removed, and all of it is lost
         full_since: float | None = None
         while True:
             try:
@@ -364,10 +366,17 @@ class StoreWriter(Closing):
                 raise StoreError("it is closed while the disk is full")
 
     def _give_up(self, error: Exception, batch: list[tuple[Change, Future[None] | None]]) -> None:
-        failure = StoreError(
-            f"the run store {self.path} cannot be written: {error}; free some space or set output_dir, and start the "
-            "run again: it goes on from what was committed"
-        )
+        if self.path.exists():
+            failure = StoreError(
+                f"the run store {self.path} cannot be written: {error}; free some space or set output_dir, and start "
+                "the run again: it goes on from what was committed"
+            )
+        else:
+            failure = StoreGone(
+                f"the run store {self.path} was removed or moved while the run wrote to it; put its files back and "
+                "start the run again, or start it without them: it goes on from its newest checkpoint, or from the "
+                "start if it has none"
+            )
         with self._wake:
             self._failure = failure
             waiting = [*batch, *self._changes]

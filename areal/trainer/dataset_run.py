@@ -15,7 +15,7 @@ from areal.config.experiment import ExperimentConfig
 from areal.dataset import TaskSource, get_custom_dataset, read_tasks
 from areal.store.records import StepRecord
 from areal.trainer.display import Progress
-from areal.trainer.logs import MetricsLog, finite
+from areal.trainer.logs import MetricsLog, finite, read_metrics
 from areal.trainer.run import RunParts, TrainingRun, TrainingWork, TrainResult
 from areal.trainer.tasks import Settled, task_stream
 from areal.trainer.trainers import say_what_begins
@@ -44,6 +44,7 @@ class DatasetTrainer(TrainingWork):
                     parts.directory.path, step, parts.exporter, board_from=step, trackers=parts.trackers
                 ) as metrics,
             ):
+                progress.recall(read_metrics(parts.directory.path))
                 progress.note("\n".join(self._hello(parts)))
                 return self._run(parts, progress, metrics).execute()
 

@@ -8,7 +8,7 @@ other end does not end a run.
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
@@ -59,6 +59,8 @@ FIGURES = {
     "equal_steps": ShownFigure(lambda value: f"bit-equal {value:.0f}", ""),
 }
 """Figures that are shown, in this order."""
+HELD_OUT = ("eval_accuracy", "eval_reward")
+"""Those of them that are measured rarely."""
 CURVE = "reward"
 """The figure whose course is drawn."""
 
@@ -115,6 +117,13 @@ class Progress(Closing):
             self._bar.update(step, self._facts(), self._curve)
         else:
             self._print_sometimes(step)
+
+    def recall(self, rows: Iterable[Mapping[str, float | None]]) -> None:
+        """Steps of earlier sessions: the curve begins with theirs, and what was held out is as last measured there."""
+        for row in rows:
+            self._shown.update({key: value for key in HELD_OUT if (value := row.get(key)) is not None})
+            if (value := row.get(CURVE)) is not None:
+                self._curve.add(value)
 
     def say(self, what: RenderableType) -> None:
         """Print above the bar. Brackets in a text are printed, not taken for markup."""

@@ -20,11 +20,10 @@ from areal.engine.model.shape import ModelShape
 from areal.engine.sizing import GIB, HostMemory, Plan, gpu_verdict, plan, remedies, verdict
 from areal.infra.scheduler import Ask
 from areal.infra.scheduler.local import FreeResources
-from areal.rollout.loading import REWARD_MODEL, WorkflowSpec, check, import_object, is_agent
-from areal.trainer.display import Announcer
+from areal.rollout.loading import REWARD_MODEL, WorkflowSpec, check, import_object, is_agent, unused_reward
 from areal.trainer.run_directory import find_checkpoints, refuse_existing
 from areal.trainer.tasks import Settled, task_stream
-from areal.trainer.trainers import check_models, check_ranks
+from areal.trainer.trainers import check_engines, check_models, check_ranks
 from areal.utils.shorten import printable, shortened
 from areal.utils.threads import ThreadPlan, plan_threads
 
@@ -114,8 +113,10 @@ class RunPlan:
     def _workflow(self) -> str:
         config, agent = self.config, self.config.rollout.agent
         kind = f"an agent, {agent.mode}" if self.agent else "a RolloutWorkflow"
-        reward = f", with {config.reward_fn}" if config.reward_fn else ""
-        return f"{config.workflow} ({kind}{reward}); {agent.timeout_seconds:g} s an episode at most"
+        unused = unused_reward(WorkflowSpec(config.workflow), config.reward_fn)
+        reward = f", with {config.reward_fn}" if config.reward_fn and not unused else ""
+        said = f"{config.workflow} ({kind}{reward}); {agent.timeout_seconds:g} s an episode at most"
+        return f"{said}; {unused}" if unused else said
 
     def _algorithm(self) -> str:
         resolved = self.config.resolved
@@ -152,6 +153,7 @@ def plan_run(config: PPOConfig) -> RunPlan:
     """Raises ArealError if the run could not be started, or its memory would not fit on this machine."""
     directory, resumed = _directory(config)
     check_ranks(config)
+    check_engines(config)
     check_models(config)
     spec = WorkflowSpec(config.workflow)
     check(spec, config.reward_fn)
@@ -160,8 +162,7 @@ def plan_run(config: PPOConfig) -> RunPlan:
     tasks = get_custom_dataset("train", config.train_dataset)
     valid = get_custom_dataset("test", config.valid_dataset) if config.valid_dataset.path else []
     _, first = next(task_stream(tasks, config.seed, Settled(), shuffle=config.train_dataset.shuffle))
-    with Announcer() as report:
-        models = model_shapes(config, report)
+    models = model_shapes(config)
     asks, memory = _placed(config, models)
     threads = plan_threads(config.rollout.max_head_offpolicyness, config.scheduler.threads)
     return RunPlan(

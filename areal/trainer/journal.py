@@ -110,7 +110,9 @@ class Journal(Closing):
             MetricsLog(directory.path, first_step, exporter, board_from=saved_step, trackers=trackers)
         )
         self._rollouts = self._stack.enter_context(RolloutLog(directory.path, first_step))
-        self._recorded = _Recorded({name for row in read_metrics(directory.path) for name in row})
+        before = read_metrics(directory.path)
+        self.progress.recall(before)
+        self._recorded = _Recorded({name for row in before for name in row})
 
     def close(self) -> None:
         self._stack.close()

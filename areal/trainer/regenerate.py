@@ -116,6 +116,8 @@ class _ComparedStore(StoreWriter):
 
 
 class _Regeneration(PPOTraining):
+    kept = False
+
     def __init__(self, config: PPOConfig, on_step: Callable[[int], None]) -> None:
         super().__init__(config, get_custom_dataset("train", dataset_config=config.train_dataset), [])
         self._on_step = on_step

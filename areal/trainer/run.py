@@ -24,7 +24,7 @@ from areal.engine.models import find_model
 from areal.engine.training.learner import Critic, Learner
 from areal.infra.scheduler import Ask
 from areal.store.reader import StoreReader
-from areal.store.schema import FAILED, STORE_FILE, StoreError
+from areal.store.schema import FAILED, STORE_FILE, StoreError, StoreGone
 from areal.store.writer import StoreWriter
 from areal.trainer import display, notices
 from areal.trainer.checkpoint import NoRoom, begin_checkpoint, checkpoint_digest, load_newest
@@ -90,6 +90,8 @@ class RunParts:
     """Where figures are sent, if a tracker is set."""
     status: RunStatus | None = None
     """What tells people why nothing happens; None = nothing does."""
+    kept: bool = True
+    """As `TrainingWork.kept`."""
 
     def showing(self, fleet: "Fleet") -> AbstractContextManager[None]:
         """Show what the fleet does, until the end of the block, if anything is shown."""
@@ -99,6 +101,8 @@ class RunParts:
 class TrainingWork(Closing):
     value_head: ClassVar[bool] = False
     """The model gives scores in place of log-probs."""
+    kept: ClassVar[bool] = True
+    """The run's directory stays. One that its maker removes needs no last checkpoint, and nobody is sent there."""
 
     def __init__(self, config: ExperimentConfig, tasks: list[dict[str, Any]]) -> None:
         """A built-in model is made now unless the cache has it."""
@@ -196,6 +200,7 @@ class TrainingWork(Closing):
                 self._exporter,
                 self._trackers,
                 status,
+                self.kept,
             )
             if parts.exporter is not None:
                 parts.exporter.begin(standing.step)
@@ -210,6 +215,8 @@ class TrainingWork(Closing):
 
     def _hello(self, parts: RunParts) -> list[str]:
         """What is said at the start; a viewer that is served says its address itself."""
+        if not self.kept:
+            return []
         return notices.hello(parts.directory.path, parts.standing.step, served=self._viewer is not None)
 
     def _fingerprint(self) -> dict[str, Any]:
@@ -329,6 +336,7 @@ class TrainingRun(ABC):
         self._saver = config.saver
         self._full_disk_seconds = config.store.full_disk_seconds
         self._directory = parts.directory
+        self._kept = parts.kept
         self._engine = parts.engine
         self._critic = parts.critic
         self._tokenizer = parts.tokenizer
@@ -364,6 +372,10 @@ class TrainingRun(ABC):
             raise self._interruption.ending() from None
         except RanksLost:  # and with them what could be saved
             self._let_saving_end()
+            raise
+        except StoreGone:  # which had the steps since the checkpoint: not everything is saved
+            self._let_saving_end()
+            self._progress.close()
             raise
         except Exception as error:
             with suppress(StoreError):  # then others cannot be told
@@ -502,6 +514,10 @@ class TrainingRun(ABC):
 
     def _stop(self) -> None:
         """End before the last step, with everything saved."""
+        if not self._kept:
+            self._let_saving_end()
+            self._progress.close()
+            return
         if self._step:
             if self._between_steps:  # the store has what is needed to go on from the step before
                 self._wait_until_saved()

@@ -14,14 +14,17 @@ from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from areal import __version__
+from areal.config.backend import SERVER_REMEDY, SERVERS, Backend
 from areal.config.errors import require
 from areal.config.experiment import ExperimentConfig, PPOConfig
 from areal.config.parallel import Ranks
 from areal.dataset import TaskSource, get_custom_dataset, read_tasks
 from areal.engine.model_path import check_model_path
-from areal.rollout.loading import Workflow, WorkflowSpec, check
+from areal.rollout.loading import Workflow, WorkflowSpec, check, unused_reward
 from areal.utils.closing import Closing
 from areal.utils.installing import install_hint
+from areal.utils.logging import getLogger
+from areal.utils.shorten import plural
 
 if TYPE_CHECKING:  # they load torch
     from areal.trainer.ppo import GroupFilter, PPOTraining
@@ -43,6 +46,7 @@ class PPOTrainer(Closing):
         self._training: PPOTraining | None = None
         """What does the work, from the first call of `train` on."""
         check_ranks(config)
+        check_engines(config)
         check_models(config)
         check_trackers(config)
         if config.rollout.tracing:
@@ -79,6 +83,8 @@ class PPOTrainer(Closing):
         eval_spec = WorkflowSpec(eval_workflow, eval_workflow_kwargs or {}) if eval_workflow is not None else train_spec
         for spec in (train_spec, eval_spec):
             check(spec, self.config.reward_fn)
+        if unused := unused_reward(train_spec, self.config.reward_fn):
+            getLogger("trainer").warning(unused)
         with _loading(self.config):
             import numpy  # noqa: F401  (before torch, which drops a Ctrl-C that comes while it imports numpy)
 
@@ -92,7 +98,7 @@ def say_what_begins(config: ExperimentConfig, of_what: str) -> None:
     """The first line: printed plainly, because what prints nicely takes longer to load than everything before it."""
     if config.quiet:
         return
-    steps = f"{config.total_train_steps} steps" if config.total_train_steps else "steps"
+    steps = plural(config.total_train_steps, "step") if config.total_train_steps else "steps"
     named = f"areal {__version__} · {config.experiment_name} · {config.actor.path}"
     line = f"{named} · {steps} of {config.train_dataset.batch_size} {of_what}"
     with suppress(BrokenPipeError):  # nobody has to read it
@@ -127,6 +133,17 @@ def check_trackers(config: ExperimentConfig) -> None:
     """Whether the libraries of those that the config names are here."""
     for name in config.trackers:
         require(find_spec(name) is not None, f"tracker={name} needs its library; pip install {name}")
+
+
+def check_engines(config: PPOConfig) -> None:
+    """Whether those that the config names can be started here; one in an environment of its own tells so itself."""
+    rollout, kind = config.rollout, Backend.parse(config.rollout.backend).kind
+    if kind == "embedded" or rollout.addresses or rollout.python or config.scheduler.type != "local":
+        return
+    require(
+        find_spec(kind) is not None,
+        f"rollout.backend={rollout.backend} needs {SERVERS[kind]}, which is not in {sys.executable}; {SERVER_REMEDY}",
+    )
 
 
 def check_ranks(config: ExperimentConfig) -> None:

@@ -1,5 +1,5 @@
 """Values in messages: enough of them to be recognised, never all of something long; only characters that print;
-durations as people say them."""
+durations and counts as people say them."""
 
 from typing import Any
 
@@ -40,3 +40,8 @@ def duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60} s"
     return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def plural(count: int, noun: str) -> str:
+    """`1 episode`, `1,024 episodes`."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"

@@ -9,7 +9,8 @@ import orjson
 from areal.store.filters import COLUMNS, FilterError, parse_filter
 from areal.store.search import EpisodeLine, GroupLine, Page, StoreSearch
 from areal.utils.conversation import answer_of, task_of
-from areal.viewer.frame import Links, RunTab, bar, facts, heading, number, page, plural, seconds, signed, state_badge
+from areal.utils.shorten import plural
+from areal.viewer.frame import Links, RunTab, bar, facts, heading, number, page, seconds, signed, state_badge
 from areal.viewer.html import Child, Markup, data_block, el, visible
 from areal.viewer.runs import Run
 from areal.viewer.tokens import completion_figures

@@ -196,10 +196,6 @@ def clock(at: float | None) -> str:
     return UNKNOWN if at is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(at))
 
 
-def plural(count: int, noun: str) -> str:
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
-
-
 def sparkline(values: Sequence[float], width: int = 120, height: int = 28) -> Markup | None:
     """The shape of a curve; its numbers are beside it."""
     if len(values) < 2:

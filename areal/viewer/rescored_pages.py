@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from areal.viewer.frame import Links, RunTab, clock, facts, heading, number, page, plural, signed
+from areal.utils.shorten import plural
+from areal.viewer.frame import Links, RunTab, clock, facts, heading, number, page, signed
 from areal.viewer.html import Child, Markup, el
 from areal.viewer.rescoring import Rescored, RescoredEpisode
 from areal.viewer.runs import Run

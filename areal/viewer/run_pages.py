@@ -8,6 +8,7 @@ from areal.api.messages import Doing
 from areal.infra.status import sentence
 from areal.store.search import RejectionKind, StoreSearch
 from areal.trainer.status import Report, doings_of
+from areal.utils.shorten import plural
 from areal.viewer.frame import (
     UNKNOWN,
     Links,
@@ -17,7 +18,6 @@ from areal.viewer.frame import (
     heading,
     number,
     page,
-    plural,
     seconds,
     sparkline,
     state_badge,

@@ -8,7 +8,7 @@ from typing import Any
 from areal.api.messages import Episode
 from areal.store.search import StoreSearch, Trajectory
 from areal.utils.conversation import answer_of, content_text, expected_of
-from areal.utils.shorten import shortened
+from areal.utils.shorten import plural, shortened
 from areal.viewer.episode_pages import task_block
 from areal.viewer.frame import (
     Links,
@@ -17,7 +17,6 @@ from areal.viewer.frame import (
     heading,
     number,
     page,
-    plural,
     seconds,
     signed,
     state_badge,

@@ -140,6 +140,17 @@ def test_terminal_gets_a_prompt_and_ends_at_the_end_of_input(
     assert "1259\nand so on\n" in shown
 
 
+def test_terminal_answers_a_word_that_is_no_command_itself(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    use(monkeypatch, fake_chat(tokenizer, "a path"))
+    monkeypatch.setattr(sys, "stdin", Terminal("/help\n/etc/hosts is what?\n"))
+    assert main(["chat", "fake"]) == 0
+    shown = capsys.readouterr()
+    assert shown.err == "areal: no command /help; /reset starts a new conversation, /quit ends\n"
+    assert "a path\n" in shown.out
+
+
 def test_ctrl_c_ends_cleanly(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

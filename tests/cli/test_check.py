@@ -1,5 +1,6 @@
 """`areal check` finds the mistakes that episodes make while they are played."""
 
+import contextlib
 import importlib
 import json
 import re
@@ -77,6 +78,18 @@ def agent(body: str) -> str:
 
 def sentences(report: dict[str, Any]) -> list[str]:
     return [f"{each['what']} -> {each['remedy']}" for each in report["findings"]]
+
+
+def test_a_terminal_shows_what_is_being_played(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str] = []
+
+    def waiting(text: str) -> contextlib.AbstractContextManager[None]:
+        shown.append(text)
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr("areal.cli.check.waiting", waiting)
+    assert check(GOOD, "--mode", "inline")[0] == 0
+    assert shown == ["playing episodes.Agent"]
 
 
 ASKED = "\nawait ask(data, keys)\nreturn 1.0"

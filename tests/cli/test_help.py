@@ -75,6 +75,13 @@ def test_examples_in_help_are_words_that_the_verb_takes(verb: str) -> None:
             parser.parse_words(words[2:])
 
 
+def test_examples_of_rescore_can_follow_each_other() -> None:
+    parser = verb_parser("rescore", VERBS["rescore"])
+    given = [parser.parse_words(shlex.split(line)[2:]) for line in VERBS["rescore"].examples]
+    names = [each.name or each.reward for each in given]
+    assert len(names) == len(set(names)), "a result is a new file"
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

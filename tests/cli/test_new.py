@@ -93,6 +93,8 @@ def test_directory_that_is_no_package_gets_a_module_and_a_test(project: Path) ->
         "tests/test_search_agent.py",
     ]
     assert "from search import SearchAgent" in (project / "tests/test_search_agent.py").read_text()
+    assert main(["new", "agent", "my_agent"]) == 0
+    assert (project / "tests/test_my_agent.py").exists(), "its kind is said once"
 
 
 def test_package_below_src_gets_its_tests_at_the_top_of_the_project(project: Path) -> None:

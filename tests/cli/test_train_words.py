@@ -80,6 +80,16 @@ def test_plan_says_what_would_run_and_starts_nothing(
     assert not (tmp_path / "runs").exists()
 
 
+def test_plan_of_a_builtin_model_does_not_make_it(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AREAL_CACHE", str(tmp_path / "cache"))
+    code, shown, error = dry_run(capsys, "actor.path=builtin:tiny-math", "actor.device=cpu", "rollout.kernel=torch")
+    assert (code, error) == (0, "")
+    assert "builtin:tiny-math: qwen3 of 0.26M parameters, 8,192 positions" in " ".join(shown.split())
+    assert not list(tmp_path.glob("cache/tiny-*"))
+
+
 def test_plan_as_json_is_one_object(small: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, shown, _ = dry_run(capsys, "--json", small, "total_train_steps=7")
     planned = json.loads(shown)

@@ -122,6 +122,7 @@ def test_empty_section_is_the_default_section(tmp_path: Path) -> None:
         ),
         ("=1", "an argument must be --config FILE or KEY=VALUE, got '=1'"),
         ("train", "an argument must be --config FILE or KEY=VALUE, got 'train'"),
+        ("run.yaml", "an argument must be --config FILE or KEY=VALUE, got 'run.yaml'; write --config run.yaml"),
         ("--config", "--config needs a file name; write --config FILE.yaml"),
         ("actor=5", "actor is a section with settings of its own, got 5"),
         ("rollout.openai=5", "rollout.agent is a section with settings of its own, got 5"),

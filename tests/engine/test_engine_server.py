@@ -6,6 +6,7 @@ import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -13,11 +14,12 @@ from engine_kinds import until
 from engine_process import engine_process
 from tiny_models import write_model
 
-from areal.api.engine_api import WeightUpdate
+from areal.api.engine_api import EngineHealth, WeightUpdate
 from areal.api.errors import EngineError, ProcessDied, RequestError, WeightMismatch
 from areal.api.io_struct import ModelRequest
 from areal.config.rollout import GenerationHyperparameters
 from areal.engine.inference.remote import RemoteEngine
+from areal.engine.inference.server import ServedEngine, _Watched
 from areal.engine.model.published import WeightWriter
 from areal.engine.models import open_trainable
 from areal.infra.rpc.channel import ChannelClosed
@@ -52,6 +54,18 @@ async def test_a_server_lets_nobody_in_who_does_not_know_the_secret_of_the_run(m
                 await connect(process.arrival.info["address"], wire=api_wire(), secret=secret)
         engine = await process.connect()
         assert not (await engine.health()).paused
+
+
+@pytest.mark.parametrize(("running", "told"), [(0, "0 answers"), (1, "1 answer"), (2, "2 answers")])
+async def test_a_server_counts_what_it_generates_for_whoever_asks(running: int, told: str) -> None:
+    class Busy:
+        async def health(self) -> EngineHealth:
+            return EngineHealth(version=3, digest="", running=running, waiting=1, paused=False)
+
+    watched = _Watched()
+    watched.engine = cast(ServedEngine, Busy())
+    (doing,) = await watched.doing()
+    assert doing.what == f"has the weights of version 3; {told} being generated, 1 queued"
 
 
 async def test_a_worker_may_generate_and_control_nothing(model: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from areal.config.parallel import Ranks
 from areal.config.rollout import GenerationHyperparameters, RolloutConfig
 from areal.config.training import ActorConfig, LoraConfig, ReferenceConfig, SchedulerConfig
 from areal.engine import memory
+from areal.engine.host_memory import small_files
 from areal.engine.memory import AdapterSize, Serving, Training, pass_terms, state_terms, trie_tokens
 from areal.engine.model.shape import ModelShape, read_shape
 from areal.engine.models import open_adapted
@@ -45,6 +46,12 @@ def config(**actor: object) -> GRPOConfig:
 )
 def test_parameters_follow_from_config_json_alone(name: str, parameters: int) -> None:
     assert shape(name).parameters == parameters
+
+
+def test_a_builtin_model_is_as_large_as_it_is_said_to_be_before_it_is_made(tiny_math: Path) -> None:
+    with small_files("builtin:tiny-math") as directory:
+        assert directory != tiny_math
+        assert read_shape(directory) == read_shape(tiny_math)
 
 
 def test_a_directory_without_config_is_refused_by_name(tmp_path: Path) -> None:

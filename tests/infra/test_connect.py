@@ -13,7 +13,7 @@ from areal.api.errors import ArealError
 from areal.infra.rpc import frames
 from areal.infra.rpc.channel import Channel, ChannelClosed
 from areal.infra.rpc.connect import Listener, connect, serve
-from areal.infra.rpc.sockets import MOST_STRANGERS, address_towards, dial, listen
+from areal.infra.rpc.sockets import MOST_STRANGERS, Door, address_towards, dial, listen
 from areal.infra.rpc.wire import api_wire
 
 
@@ -106,6 +106,25 @@ async def test_strangers_who_say_nothing_leave_room_for_those_who_know_the_secre
     await channel.close()
     for _, writer in strangers:
         writer.close()
+
+
+async def test_caller_who_gives_up_waiting_is_not_said_to_be_refused(log_lines: list[str]) -> None:
+    """As `areal status` does with a driver that is stopped for a while."""
+    caller_left, closed, door = asyncio.Event(), asyncio.Event(), Door("the run", b"right")
+
+    async def answer_late(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await asyncio.wait_for(caller_left.wait(), 10)
+        assert await door.admit(reader, writer) is None
+        closed.set()
+
+    server = await asyncio.start_server(answer_late, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    with pytest.raises(ChannelClosed, match="did not answer"):
+        await connect(f"tcp:127.0.0.1:{port}", wire=api_wire(), secret=b"right", timeout_seconds=0.05)
+    caller_left.set()
+    await asyncio.wait_for(closed.wait(), 10)
+    server.close()
+    assert log_lines == []
 
 
 async def test_silent_listener_is_given_up_at_the_deadline(stack: AsyncExitStack) -> None:

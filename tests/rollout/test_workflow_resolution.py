@@ -2,6 +2,7 @@
 
 import importlib
 import pickle
+import re
 import subprocess
 import sys
 import threading
@@ -18,7 +19,7 @@ from areal.api.reward_api import AsyncRewardWrapper
 from areal.api.workflow_api import RolloutWorkflow
 from areal.config.rollout import GenerationHyperparameters
 from areal.rollout import loading
-from areal.rollout.loading import Fillers, WorkflowSpec, check, is_rollout_workflow, load
+from areal.rollout.loading import Fillers, WorkflowSpec, check, is_rollout_workflow, load, unused_reward
 
 TOKENIZER = object()
 GCONFIG = GenerationHyperparameters(max_new_tokens=5)
@@ -243,9 +244,25 @@ def test_import_string_without_a_module_is_refused():
 
 
 def test_import_error_is_kept():
-    with pytest.raises(WorkflowError, match="No module named 'nowhere_to_be_found'") as caught:
+    with pytest.raises(WorkflowError, match="No module named 'nowhere_to_be_found'; start it in the direc") as caught:
         check(WorkflowSpec("nowhere_to_be_found.Agent"))
     assert isinstance(caught.value.__cause__, ModuleNotFoundError)
+
+
+def test_module_that_lacks_another_is_not_said_to_be_elsewhere(tmp_path, monkeypatch):
+    (tmp_path / "lacking_module.py").write_text("import nowhere_to_be_found\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(WorkflowError, match=r"No module named 'nowhere_to_be_found'$"):
+        check(WorkflowSpec("lacking_module.Agent"))
+
+
+@pytest.mark.parametrize(
+    ("target", "told"),
+    [(Episode, ""), (Agent, "reward_fn=my.reward is not used: .*Agent takes no reward_fn, and what its episodes")],
+)
+def test_reward_function_that_a_workflow_is_not_given_is_told(target, told):
+    assert re.match(told or "$", unused_reward(WorkflowSpec(target), "my.reward"))
+    assert unused_reward(WorkflowSpec(target), "") == ""
 
 
 def test_module_that_raises_on_import_is_told_with_what_it_raised(tmp_path, monkeypatch):

@@ -21,7 +21,7 @@ from areal.infra.status import of_wait
 from areal.store.blobs import columns_of
 from areal.store.reader import StoreReader
 from areal.store.records import StepRecord
-from areal.store.schema import MIGRATIONS, STORE_FILE, StoreError
+from areal.store.schema import MIGRATIONS, STORE_FILE, StoreError, StoreGone
 from areal.store.writer import StoreWriter
 from areal.utils import waits
 from areal.utils.waits import Waits
@@ -278,6 +278,17 @@ def test_a_disk_that_stays_full_ends_the_run_with_a_remedy(tmp_path: Path) -> No
     with pytest.raises(StoreError, match="free some space"):
         store.event("death", {})
     store.close()
+
+
+@pytest.mark.parametrize("removed", ["run.db", "run.db*"])
+def test_a_store_that_is_removed_during_a_run_is_not_taken_for_a_full_disk(tmp_path: Path, removed: str) -> None:
+    with StoreWriter(tmp_path) as store:
+        store.flush()
+        for path in tmp_path.glob(removed):
+            path.unlink()
+        store.event("death", {})  # SQLite itself does not look for the file
+        with pytest.raises(StoreGone, match=r"was removed or moved .* it goes on from its newest checkpoint, or"):
+            store.flush()
 
 
 def large_group() -> GroupResult:

@@ -77,6 +77,14 @@ def test_held_out_success_stays_on_show_between_evaluations() -> None:
     assert out.getvalue().splitlines()[-1] == "step 2/2  reward 0.20  held-out 0.40  2 s"
 
 
+def test_curve_of_a_resumed_run_begins_with_its_earlier_steps() -> None:
+    progress, out = terminal(4)
+    progress.recall([{"eval_reward": 0.25}, {"reward": 0.0}, {"reward": 1.0}])
+    with progress:
+        progress.update(3, {"reward": 0.5})
+    assert "reward 0.50 ▁█▅  held-out 0.25" in out.getvalue()
+
+
 def test_resumed_run_spreads_its_lines_over_what_is_left() -> None:
     progress, out = plain(1000, start=980)
     for step in range(980, 1001):

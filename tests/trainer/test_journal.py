@@ -157,6 +157,22 @@ def test_resumed_journal_goes_on_with_what_is_committed(tmp_path: Path) -> None:
     run.close()
 
 
+def test_resumed_run_shows_what_was_held_out_as_last_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_directory(tmp_path)
+    with Record(run) as record:
+        record.journal.evaluation(0, BEFORE, FAILURE, greedy=False)
+        record.journal.evaluation(0, BEFORE, SUCCESS, greedy=True)
+        record.steps(range(1, 4))
+        kept = record.journal.account
+    capsys.readouterr()
+    with Record(run, 3, kept) as record:
+        record.steps(range(4, 5))
+    assert "held-out 0.25" in capsys.readouterr().err
+    run.close()
+
+
 def test_run_killed_before_its_first_checkpoint_keeps_its_first_evaluation(tmp_path: Path) -> None:
     run = make_directory(tmp_path)
     with Record(run) as record:

@@ -33,6 +33,7 @@ from areal.engine.training.packing import Span
 from areal.rollout.admission import Admission
 from areal.rollout.pipeline import GroupRecord
 from areal.store.reader import StoreReader
+from areal.store.schema import STORE_FILE, StoreGone
 from areal.trainer import learners
 from areal.trainer import run as trainer_run
 from areal.trainer.checkpoint import NoRoom
@@ -124,6 +125,22 @@ def test_a_run_that_ends_for_a_full_disk_has_waited_for_it_once(
     again = FleetOfGroups()
     run(ppo_config(tmp_path, model), monkeypatch, again)
     assert again.taken == [2, 3, 4, 5, 6, 7], "its first step was lost"
+
+
+def test_a_run_whose_store_is_removed_does_not_say_that_everything_is_saved(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = ppo_config(tmp_path, model, saver=SaverConfig(freq_steps=None))
+
+    class CarelessUser(FleetOfGroups):
+        def take(self, count: int) -> list[GroupResult]:
+            if len(self.taken) == 2 * count:
+                (tmp_path / "test/one" / STORE_FILE).unlink()
+            return super().take(count)
+
+    with pytest.raises(StoreGone):
+        run(config, monkeypatch, CarelessUser())
+    assert "saved" not in capsys.readouterr().err
 
 
 def test_the_size_of_the_store_is_that_of_its_file_after_the_run(

@@ -1,6 +1,7 @@
 """A synchronous run is sampled again to the same tokens and weights; what differs is named, and others are refused."""
 
 import json
+import signal
 import sqlite3
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -23,7 +24,7 @@ from areal.config.loader import to_dict
 from areal.config.rollout import GenerationHyperparameters, RolloutConfig
 from areal.config.training import OptimizerConfig
 from areal.store.schema import STORE_FILE
-from areal.trainer import ppo
+from areal.trainer import notices, ppo
 from areal.trainer.regenerate import refusal
 
 AGENT = "areal.workflow.openai.math_agent.MultiTurnMathAgent"
@@ -129,6 +130,33 @@ def test_a_run_that_was_stopped_is_sampled_again_as_far_as_it_came(
     capsys.readouterr()
     assert main(["replay", str(run_dir), "--regenerate"]) == 0
     assert capsys.readouterr().out.endswith("2 of 2 steps bit-equal\n")
+
+
+@pytest.mark.slow
+def test_nobody_is_sent_to_a_directory_that_is_removed(
+    train: Train, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = train()
+
+    class InterruptedFleet(FleetOfGroups):
+        def take(self, count: int) -> list[GroupResult]:
+            if len(self.taken) == 2 * count:
+                signal.raise_signal(signal.SIGINT)
+            return super().take(count)
+
+        def call_soon(self, call: Callable[[], None]) -> None:
+            call()
+
+        def fail(self, error: Exception) -> None:
+            """Nothing waits."""
+
+    monkeypatch.setattr(ppo, "Fleet", lambda *args, **settings: InterruptedFleet())
+    capsys.readouterr()
+    assert main(["replay", str(run_dir), "--regenerate"]) == 130
+    told = capsys.readouterr().err
+    assert notices.STOPPING in told
+    assert "areal-regenerated-" not in told
+    assert told.endswith("areal: interrupted\n")
 
 
 @pytest.mark.slow

@@ -119,6 +119,7 @@ class OneStep(TrainingRun):
             total_steps=3,
             store=self,
             standing=SimpleNamespace(saved_step=0),
+            kept=True,
             fingerprint={},
             critic=None,
             status=None,

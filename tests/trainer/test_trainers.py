@@ -3,12 +3,13 @@
 import io
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from areal import PPOTrainer
-from areal.api.errors import ArealError, DatasetError, ModelError, WorkflowError
+from areal.api.errors import ArealError, ConfigError, DatasetError, ModelError, WorkflowError
 from areal.config.experiment import GRPOConfig
 
 TASKS = [{"messages": [{"role": "user", "content": "Sort 21"}], "answer": "12"}] * 32
@@ -57,6 +58,28 @@ def test_model_that_is_not_there_is_refused_by_the_constructor(tmp_path: Path, s
     getattr(settings, section).path = path
     with pytest.raises(ModelError, match=r"no (built-in model|model directory)"):
         PPOTrainer(settings, TASKS)
+
+
+@pytest.mark.skipif(find_spec("vllm") is not None, reason="it has its vLLM in this environment")
+def test_engine_that_is_not_installed_is_refused_by_the_constructor(tmp_path: Path) -> None:
+    settings = config(tmp_path)
+    settings.rollout.backend = "vllm:d2"
+    with pytest.raises(ConfigError, match=r"rollout.backend=vllm:d2 needs vLLM, .* set rollout.python=PATH"):
+        PPOTrainer(settings, TASKS)
+    settings.rollout.python = "/opt/vllm/bin/python"
+    PPOTrainer(settings, TASKS)
+
+
+def test_reward_function_that_nobody_is_given_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Rewarding:
+        async def run(self, data: object, **extra_kwargs: object) -> float:
+            return 0.0
+
+    settings = config(tmp_path)
+    settings.reward_fn, settings.rollout.device = f"{__name__}.score", "cuda:99"
+    with PPOTrainer(settings, TASKS) as trainer, pytest.raises(ArealError, match=r"rollout\.device"):
+        trainer.train(workflow=Rewarding)
+    assert "Rewarding takes no reward_fn" in caplog.text
 
 
 def test_wrong_tasks_are_refused_by_the_constructor(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ from areal.dataset import get_custom_dataset
 from areal.rollout.loading import WorkflowSpec, is_agent
 from areal.rollout.loading import check as refuse_early
 from areal.rollout.runners import AgentPool
+from areal.trainer.display import waiting
 from areal.utils import garbage
 from areal.utils.callables import name_of
 from areal.utils.process_pool.pool import CallError, ProcessPool
@@ -54,7 +55,9 @@ def run(args: argparse.Namespace) -> int:
     spec = WorkflowSpec(args.workflow, _constructor_arguments(args.arguments))
     refuse_early(spec)
     tasks = get_custom_dataset("train", DatasetConfig(path=args.data))[: args.n]
-    report = asyncio.run(check(spec, tasks, engine=args.engine, mode=args.mode, episodes=args.n, seconds=args.timeout))
+    playing = check(spec, tasks, engine=args.engine, mode=args.mode, episodes=args.n, seconds=args.timeout)
+    with waiting(f"playing {args.workflow}"):
+        report = asyncio.run(playing)
     if args.json:
         print(json.dumps({**asdict(report), "passed": report.passed}, indent=2), file=args.stdout)
     else:

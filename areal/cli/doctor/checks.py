@@ -18,10 +18,10 @@ from typing import Literal
 
 from areal import __version__
 from areal.api.errors import ArealError, ConfigError, ModelError
-from areal.config.backend import Backend
+from areal.config.backend import SERVER_REMEDY, SERVERS, Backend
 from areal.config.experiment import PPOConfig
 from areal.config.parallel import Ranks
-from areal.engine.host_memory import SHARED_MEMORY, find_files
+from areal.engine.host_memory import SHARED_MEMORY, small_files
 from areal.engine.sizing import GIB
 from areal.infra.rpc.sockets import address_towards
 from areal.infra.scheduler.local import GPU_FILES
@@ -39,7 +39,6 @@ SOME_OTHER_HOST = "192.0.2.1"
 SLURM_PROGRAMS = ("sinfo", "squeue", "salloc", "sbatch", "srun", "scontrol")
 MODEL = "model"
 """The name of the check without which nothing can be planned."""
-SERVERS = {"vllm": "vLLM", "sglang": "SGLang"}
 
 
 @dataclass(frozen=True)
@@ -69,14 +68,13 @@ def all_checks(config: PPOConfig, *, chosen: bool) -> Iterator[Check]:
 def check_model(path: str, backend: str) -> Iterator[Check]:
     """Its files, whether the ranks of `backend`, if there are any, can train it, and its template."""
     try:
-        directory = find_files(path)
+        with small_files(path) as directory:
+            if backend:
+                yield check_sharding(backend, directory)
+            yield check_template(path if path.startswith("builtin:") else directory)
     except ModelError as error:
         found, _, remedy = str(error).partition("; ")
         yield Check(MODEL, "missing", found, remedy)
-        return
-    if backend:
-        yield check_sharding(backend, directory)
-    yield check_template(path)
 
 
 def check_python() -> Check:
@@ -246,13 +244,7 @@ def check_engines(config: PPOConfig, *, chosen: bool) -> Iterator[Check]:
         if found:
             yield Check(name, "ok", f"{found} in {python}")
         elif kind == package and not rollout.addresses:
-            yield Check(
-                name,
-                "missing",
-                f"not in {python}",
-                "install it into an environment of its own and set rollout.python=PATH/bin/python, "
-                "or rollout.backend=embedded",
-            )
+            yield Check(name, "missing", f"not in {python}", SERVER_REMEDY)
 
 
 def _version_in(python: str, package: str) -> str:
@@ -289,7 +281,7 @@ def check_sandbox() -> Check:
         return Check("sandbox", "note", "code_reward cannot isolate programs here", remedy)
 
 
-def check_template(path: str) -> Check:
+def check_template(place: str | Path) -> Check:
     """Whether conversations with this model only ever grow."""
     from areal.trajectory.forks import continuations
     from areal.trajectory.rendering import Renderer
@@ -297,7 +289,6 @@ def check_template(path: str) -> Check:
 
     name = "chat template"
     try:
-        place = path if path.startswith("builtin:") else find_files(path)
         renderer = Renderer(load_hf_tokenizer(place), processor=load_hf_processor(place))
     except (ArealError, OSError, ValueError) as error:
         return Check(name, "note", str(error), "name a directory with tokenizer.json and a chat template")

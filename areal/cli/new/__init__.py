@@ -74,7 +74,7 @@ def make_plan(kind: str, name: str, into: str | None, *, force: bool) -> FilePla
     _check_shadow(module.partition(".")[0], root)
     class_name = _class_name(name, template.suffix)
     own = directory / f"{name}.py"
-    test = _project_root(root) / "tests" / f"test_{name}_{kind}.py"
+    test = _project_root(root) / "tests" / f"test_{name.removesuffix(f'_{kind}')}_{kind}.py"
     for path in (own, test):
         if path.exists() and not force:
             raise ConfigError(f"areal new writes new files, but {path} exists; choose another name or add --force")

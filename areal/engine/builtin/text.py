@@ -25,7 +25,7 @@ from areal.dataset.builtin import COUNTDOWN, TASKS, CountdownProblem, Problem, P
 from areal.engine.inference.decoder_runner import DecoderRunner
 from areal.engine.inference.model_runner import ModelRunner
 from areal.engine.inference.sampler import SamplingParams, sample
-from areal.engine.model.architecture import Architecture
+from areal.engine.model.architecture import Architecture, write_architecture
 from areal.engine.model.decoder import initialise
 from areal.engine.model_path import Report
 from areal.engine.training.engine import TrainingEngine
@@ -88,6 +88,10 @@ class Recipe:
             self._warm_up(engine, tokenizer, report)
         engine.save(str(directory))
         tokenizer.save_pretrained(directory)
+
+    def describe(self, directory: Path) -> None:
+        """Write the config.json that the model has, whether or not it is made."""
+        write_architecture(self._architecture(load_hf_tokenizer(f"builtin:{self.name}")), directory)
 
     def _architecture(self, tokenizer: Any) -> Architecture:
         return Architecture(

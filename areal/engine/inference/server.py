@@ -40,6 +40,7 @@ from areal.infra.rpc.wire import api_wire
 from areal.infra.status import of_wait
 from areal.utils import garbage
 from areal.utils.hf_utils import load_hf_tokenizer
+from areal.utils.shorten import plural
 from areal.utils.waits import Waits
 
 HEALTH_SECONDS = 0.5
@@ -166,8 +167,9 @@ class _Watched:
         except ArealError as error:
             return [*told, Doing("it", f"serves no more: {error}")]
         paused = ", but is paused" if health.paused else ""
-        what = f"has the weights of version {health.version}{paused}; {health.running} answers are being generated"
-        return [*told, Doing("it", f"{what}, {health.waiting} are queued")]
+        what = f"has the weights of version {health.version}{paused}"
+        answers = f"{plural(health.running, 'answer')} being generated, {health.waiting:,} queued"
+        return [*told, Doing("it", f"{what}; {answers}")]
 
 
 async def serve_in_run(engine: ServedEngine, index: int, secret: bytes, watched: _Watched | None = None) -> None:

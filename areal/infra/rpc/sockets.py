@@ -43,6 +43,10 @@ DISCARD_PORT = 9
 logger = getLogger("connect")
 
 
+class HungUp(HandshakeRefused):
+    """The other end went instead of saying its next word."""
+
+
 class Door:
     """Lets in connections that prove to know the secret.
 
@@ -75,7 +79,9 @@ class Door:
                 index, seals = await handshake_as_listener(reader, writer, *self._secrets.values())
                 return list(self._secrets)[index], seals
         except (HandshakeRefused, OSError) as error:  # TimeoutError is an OSError
-            self._log(str(error) or "the handshake timed out")
+            left = isinstance(error, HungUp) and writer in self._strangers  # by itself: it had waited long enough
+            if not left:
+                self._log(str(error) or "the handshake timed out")
             writer.close()
             return None
         finally:
@@ -176,5 +182,6 @@ def address_towards(host: str) -> str:
 async def _read(reader: asyncio.StreamReader, size: int) -> bytes:
     try:
         return await reader.readexactly(size)
-    except (asyncio.IncompleteReadError, ConnectionError):
-        raise HandshakeRefused("it disconnected during the handshake; the secrets may differ") from None
+    except (asyncio.IncompleteReadError, ConnectionError) as error:
+        kind = HandshakeRefused if getattr(error, "partial", b"") else HungUp
+        raise kind("it disconnected during the handshake; the secrets may differ") from None
