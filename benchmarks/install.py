@@ -31,7 +31,7 @@ from benchmarks.peers import outside_variables
 from benchmarks.report import Aim, main
 
 ROOT = Path(__file__).parents[1]
-NOT_SOURCE = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "runs", "site")
+NOT_SOURCE = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "models", "runs", "site")
 PEERS = {"trl": "trl==1.16.0", "verifiers": "verifiers==0.4.0", "agent-lightning": "agentlightning==0.3.0"}
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
 FETCH_SECONDS = 900.0
