@@ -45,7 +45,7 @@ class Held(MathAgent):
 '''
 LOCKS = ("agent", "loop", "reward")
 WAIT_SECONDS = 120.0
-WAITING = r"waits for (\d of 4 groups|an evaluation of 16 tasks: \d+ are done)"
+WAITING = r"waits for (\d of 4 groups|an evaluation of 16 tasks: \d+ done)"
 
 
 @pytest.fixture
