@@ -23,6 +23,9 @@ ENDS = {
     "an engine waits for requests": [
         "areal/engine/inference/engine.py EmbeddedEngine._drive",
     ],
+    "the driver ends a worker, or is gone": [
+        "areal/rollout/worker.py serve_worker",
+    ],
     "a test holds it": [
         "areal/engine/inference/fake.py FakeEngine._turn",
     ],

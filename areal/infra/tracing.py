@@ -25,8 +25,8 @@ from areal.utils.logging import getLogger
 
 PROVIDER = "areal"
 """What the conventions call a provider: who answers."""
-FLUSH_SECONDS = 15.0
-"""For what has not been sent when a worker ends; the exporter itself gives up sooner."""
+FLUSH_SECONDS = 4.0
+"""For what has not been sent when a worker ends, which is killed a second later."""
 MOST_NAME = 128
 """Characters of a name that a model or a client may have made up."""
 CANCELLED = "cancelled"

@@ -7,6 +7,7 @@ when the driver closes the connection.
 
 import asyncio
 import pickle
+import signal
 import sys
 import time
 from collections import deque
@@ -57,7 +58,9 @@ async def serve_worker(index: int) -> None:
     """The process's whole life."""
     secret = read_secret()
     worker: RolloutWorker | None = None
-    driver: asyncio.Future[Channel] = asyncio.get_running_loop().create_future()
+    loop = asyncio.get_running_loop()
+    driver: asyncio.Future[Channel] = loop.create_future()
+    asked_to_end: asyncio.Future[None] = loop.create_future()
 
     async def setup(packed: bytes) -> None:
         nonlocal worker
@@ -65,6 +68,8 @@ async def serve_worker(index: int) -> None:
         tokenizer = await local_model(await driver, Path(setup.tokenizer_path))
         worker = await RolloutWorker.start(replace(setup, tokenizer_path=str(tokenizer)), secret, on_engine_lost)
         garbage.settle()
+        if setup.rollout.tracing:  # the last spans are sent at the end; otherwise nothing is lost if it ends at once
+            loop.add_signal_handler(signal.SIGTERM, asked_to_end.cancel)
 
     async def run_group(task: GroupTask) -> GroupResult:
         assert worker is not None, "setup comes first"
@@ -95,7 +100,7 @@ async def serve_worker(index: int) -> None:
     start_answering(secret, doing, lambda: None if worker is None else worker.blocked_seconds)
     connected = await connect_to_driver(WORKER_ROLE, index, handlers=handlers, wire=api_wire(), secret=secret)
     driver.set_result(connected)
-    await connected.closed
+    await asyncio.wait((connected.closed, asked_to_end), return_when=asyncio.FIRST_COMPLETED)
     if worker is not None:
         await worker.aclose()
 
