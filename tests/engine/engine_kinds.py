@@ -31,6 +31,9 @@ LONG = 2000
 class Engines:
     """Opens engines of one kind, and publishes weights for them."""
 
+    of_others = False
+    """They are an adapter to a program of others."""
+
     def __init__(self, kind: str, model: Path, process: EngineProcess | None) -> None:
         self.kind, self.model, self.process = kind, model, process
         architecture = read_architecture(model)

@@ -10,7 +10,6 @@ from tiny_models import byte_tokenizer
 
 from areal.api.engine_api import InferenceEngine
 from areal.api.errors import ContextLengthError, EngineError, RequestError
-from areal.engine.inference.http_engine import HttpEngine
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
@@ -42,10 +41,10 @@ async def test_different_seeds_give_different_tokens(engine: InferenceEngine) ->
 
 
 async def test_alternatives_come_when_they_are_asked_for_and_are_refused_by_engines_of_others(
-    engine: InferenceEngine,
+    engines: Engines, engine: InferenceEngine
 ) -> None:
     request = replace(ask(greedy=True), top_logprobs=3)
-    if isinstance(engine, HttpEngine):
+    if engines.of_others:
         with pytest.raises(RequestError, match="top_logprobs"):
             await soon(engine.agenerate(request))
         return

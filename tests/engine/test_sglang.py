@@ -34,6 +34,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 class FakeSglangEngines:
     """Opens engines on one stand-in server, and publishes weights for them."""
 
+    of_others = True
+
     def __init__(self, owner: SglangEngine, model: Path) -> None:
         self.owner, self.model = owner, model
         self.trainer = training_engine()

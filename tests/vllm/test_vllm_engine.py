@@ -24,7 +24,9 @@ TOLERANCE = 1e-4
 DIGITS = Grammar("lark", "start: /[0-9]{9}/")
 NAMED = Grammar(
     "json_schema",
-    json.dumps({"type": "object", "properties": {"n": {"enum": [1, 22]}}, "required": ["n"]}),
+    json.dumps(
+        {"type": "object", "properties": {"n": {"enum": [1, 22]}}, "required": ["n"], "additionalProperties": False}
+    ),
     "response_format",
 )
 
@@ -190,7 +192,7 @@ async def test_pauses_are_counted_when_they_hold_up_requests(engines: VllmEngine
     await engine.pauses()
     await engine.update_weights(engines.publish())
     assert await engine.pauses() == []
-    tasks = await begin(engine, 2, max_new_tokens=40)
+    tasks = await begin(engine, 2, max_new_tokens=1000)
     await engine.update_weights(engines.publish())
     await soon(asyncio.gather(*tasks))
     (pause,) = await engine.pauses()

@@ -85,6 +85,8 @@ async def vllm_process(model: Path, place: Path) -> AsyncIterator[VllmProcess]:
 class VllmEngines:
     """Opens engines on one server, and publishes weights for them."""
 
+    of_others = True
+
     def __init__(self, vllm: VllmProcess, model: Path) -> None:
         self.vllm, self.model = vllm, model
         self.trainer = TrainingEngine(read_architecture(model), OptimizerConfig(), total_steps=1, directory=model)
