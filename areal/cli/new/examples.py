@@ -97,11 +97,13 @@ def copy_example(name: str, into: str | None, *, force: bool) -> str:
         if place.resolve() != example.directory.resolve():  # in a clone it is there already
             contents |= {place / path: _content(example.directory / path) for path in example.files()}
     for path in contents:
-        taken = [each for each in path.parents if is_taken(each)] or [path] * (
-            os.path.lexists(path) and not path.is_file()
-        )
-        if taken:
-            raise ConfigError(f"areal new writes {path}, but {taken[0]} is something else; move it, or add --into DIR")
+        in_the_way = [each for each in path.parents if is_taken(each)]
+        if os.path.lexists(path) and not path.is_file():
+            in_the_way.append(path)
+        if in_the_way:
+            raise ConfigError(
+                f"areal new writes {path}, but {in_the_way[0]} is something else; move it, or add --into DIR"
+            )
     before = {path: path.read_bytes() for path in contents if path.is_file()}
     changed = [path for path in before if before[path] != contents[path]]
     if changed and not force:
