@@ -1,6 +1,8 @@
 """A wheel made on x86 Linux with a C++ compiler has the engine's kernel compiled; other installs compile it when it is
-first used. A wheel also carries the examples, for `areal new --example`. Everything else is in pyproject.toml."""
+first used. A wheel also carries the examples, for `areal new --example`. Where the project lives is known to whoever builds
+a release, not to its files. Everything else is in pyproject.toml."""
 
+import os
 import platform
 import runpy
 import shutil
@@ -46,5 +48,17 @@ class WithKernel(Distribution):
         return compiles()
 
 
+def addresses() -> dict[str, str]:
+    """For the metadata: AREAL_PROJECT_URL, or the repository in which a GitHub workflow runs."""
+    home = os.environ.get("AREAL_PROJECT_URL", "")
+    if not home and "GITHUB_REPOSITORY" in os.environ:
+        home = f"{os.environ['GITHUB_SERVER_URL']}/{os.environ['GITHUB_REPOSITORY']}"
+    if not home:
+        return {}
+    home = home.rstrip("/")
+    pages = {"Documentation": "docs/index.md", "Changelog": "CHANGELOG.md"}
+    return {"Source": home, "Issues": f"{home}/issues"} | {name: f"{home}/blob/main/{path}" for name, path in pages.items()}
+
+
 classes: dict[str, Any] = {"build_py": BuildWithMore, "bdist_wheel": PlatformWheel}
-setup(distclass=WithKernel, cmdclass=classes)
+setup(distclass=WithKernel, cmdclass=classes, project_urls=addresses())
