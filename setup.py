@@ -1,6 +1,6 @@
 """A wheel made on x86 Linux with a C++ compiler has the engine's kernel compiled; other installs compile it when it is
-first used. A wheel also carries the examples, for `areal new --example`. Where the project lives is known to whoever builds
-a release, not to its files. Everything else is in pyproject.toml."""
+first used. A wheel also carries the examples, for `areal new --example`. Where the project lives is known to whoever
+builds a release, not to its files. Everything else is in pyproject.toml."""
 
 import os
 import platform
@@ -56,8 +56,12 @@ def addresses() -> dict[str, str]:
     if not home:
         return {}
     home = home.rstrip("/")
-    pages = {"Documentation": "docs/index.md", "Changelog": "CHANGELOG.md"}
-    return {"Source": home, "Issues": f"{home}/issues"} | {name: f"{home}/blob/main/{path}" for name, path in pages.items()}
+    return {
+        "Source": home,
+        "Issues": f"{home}/issues",
+        "Documentation": f"{home}/blob/main/docs/index.md",
+        "Changelog": f"{home}/blob/main/CHANGELOG.md",
+    }
 
 
 classes: dict[str, Any] = {"build_py": BuildWithMore, "bdist_wheel": PlatformWheel}

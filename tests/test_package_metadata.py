@@ -11,11 +11,19 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 BUILD = "from setuptools.build_meta import prepare_metadata_for_build_wheel as write; write('out')"
+NEEDED = (
+    "pyproject.toml",
+    "setup.py",
+    "README.md",
+    "LICENSE",
+    "areal/__init__.py",
+    "areal/engine/native/compile.py",
+)
 OURS = ("AREAL_PROJECT_URL", "GITHUB_SERVER_URL", "GITHUB_REPOSITORY")
 
 
 def addresses(tree: Path, **environ: str) -> list[str]:
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "areal/__init__.py", "areal/engine/native/compile.py"):
+    for name in NEEDED:
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tree / name)
     (tree / "out").mkdir()
