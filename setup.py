@@ -49,13 +49,10 @@ class WithKernel(Distribution):
 
 
 def addresses() -> dict[str, str]:
-    """For the metadata: AREAL_PROJECT_URL, or the repository in which a GitHub workflow runs."""
-    home = os.environ.get("AREAL_PROJECT_URL", "")
-    if not home and "GITHUB_REPOSITORY" in os.environ:
-        home = f"{os.environ['GITHUB_SERVER_URL']}/{os.environ['GITHUB_REPOSITORY']}"
+    """For the metadata; a build that is given none names none."""
+    home = os.environ.get("AREAL_PROJECT_URL", "").rstrip("/")
     if not home:
         return {}
-    home = home.rstrip("/")
     return {
         "Source": home,
         "Issues": f"{home}/issues",
