@@ -89,15 +89,17 @@ def run(args: argparse.Namespace) -> int:
 
 def open_chat(model: str) -> Chat:
     """`model` is a directory, `builtin:NAME` or a Hugging Face id."""
-    from areal.engine.inference.server import load_engine
-    from areal.engine.models import find_model, max_positions, tokenizer_files
-    from areal.trainer.display import Announcer
+    from areal.trainer.display import Announcer, waiting
 
+    with waiting("loading torch"):
+        from areal.engine.inference.server import load_engine
+        from areal.engine.models import find_model, max_positions, tokenizer_files
     with Announcer() as report:
         directory = find_model(model, report)
     positions = max_positions(directory)  # first, because a directory without a model is told best by it
-    renderer = _renderer(tokenizer_files(directory))
-    return Chat(load_engine(directory), renderer, positions)
+    with waiting(f"loading {model}"):
+        renderer = _renderer(tokenizer_files(directory))
+        return Chat(load_engine(directory), renderer, positions)
 
 
 def _renderer(directory: Path) -> Renderer:

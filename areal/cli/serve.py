@@ -20,6 +20,7 @@ from areal.config.errors import ConfigError
 from areal.config.keys import API_KEY_VARIABLE, find_key
 from areal.config.rollout import GenerationHyperparameters
 from areal.proxy import Proxy
+from areal.trainer.display import Announcer, waiting
 from areal.utils.net import is_loopback
 from areal.viewer.playground import PLAYGROUND, WithPlayground
 
@@ -36,9 +37,8 @@ TURNS_KEPT = 10_000
 def run(args: argparse.Namespace) -> int:
     key = _key(args.api_key, args.api_key_file, args.host)
     origins = [_origin(each) for each in args.cors_origin]
-    from areal.engine.models import find_model
-    from areal.trainer.display import Announcer
-
+    with waiting("loading torch"):
+        from areal.engine.models import find_model
     with Announcer() as report:
         directory = find_model(args.model, report)
     asyncio.run(_serve(args, directory, key, origins))
@@ -53,15 +53,17 @@ async def _serve(args: argparse.Namespace, directory: Path, key: str | None, ori
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    engine, files = load_engine(directory, kernel=args.kernel), tokenizer_files(directory)
+    positions, files = max_positions(directory), tokenizer_files(directory)
+    with waiting(f"loading {args.model}"):
+        engine = load_engine(directory, kernel=args.kernel)
+        tokenizer, processor = load_hf_tokenizer(files), load_hf_processor(files)
     engine.on_failure = stop.set
-    positions = max_positions(directory)
     proxy = Proxy(
         engine,
-        load_hf_tokenizer(files),
+        tokenizer,
         gconfig=GenerationHyperparameters(max_new_tokens=positions),  # what is left of the context, that is
         max_positions=positions,
-        processor=load_hf_processor(files),
+        processor=processor,
         model_name=args.model,
         public_url=args.public_url,
         trained=False,
