@@ -138,7 +138,8 @@ class App:
             call = await self._generation.prompts.in_background(self._parse, dialect, raw, session.bodies)
         if self._strict_model:
             self._require_model(call.model)
-        return Delivery(self._generation, dialect, session, call, Attempt.of(call.id_prefix, raw, head))
+        attempt = Attempt.of(call.id_prefix, session.bodies.digest(raw), head)
+        return Delivery(self._generation, dialect, session, call, attempt)
 
     def _parse(self, dialect: Dialect, raw: bytes, bodies: KnownBodies) -> Call:
         if not dialect.GROWING:

@@ -1,13 +1,14 @@
 """Reading a request: what its headers say, and its body as JSON, within limits of size, time and depth.
 
 A client sends its whole conversation with every call. `KnownBodies` remembers how the latest bodies began, byte for
-byte, so that of the next one only the messages that are new are parsed and read.
+byte, so that of the next one only what is new is parsed, read and digested.
 """
 
 import asyncio
 import secrets
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import orjson
 from starlette.requests import ClientDisconnect
@@ -17,6 +18,9 @@ from areal.config.rollout import ProxyLimits
 from areal.proxy.errors import ApiError, bad_request
 from areal.trajectory.matching import MAX_CACHED
 from areal.trajectory.message import Message
+
+if TYPE_CHECKING:
+    from _hashlib import HASH
 
 MAX_DEPTH = 100
 """Levels of nesting that a body may have."""
@@ -111,6 +115,8 @@ class _KnownBody(NamedTuple):
     """Where its first message begins."""
     messages: list[Message]
     """What was read from them."""
+    hashed: "HASH"
+    """Of the beginning; it is copied, never continued."""
 
 
 class KnownBodies:
@@ -137,6 +143,11 @@ class KnownBodies:
                     return body, known.messages
         return parse_object(raw), []
 
+    def digest(self, raw: bytes) -> bytes:
+        """Of the whole body."""
+        known = next((known for known in self._latest if raw.startswith(known.beginning)), None)
+        return _hash(raw, known).digest()
+
     def remember(self, raw: bytes, items: list[Any], past: list[Message], messages: list[Message]) -> None:
         """A body had `items` after `past`, and all were read as `messages`. Only compact JSON is recognised later."""
         if not WORTH_KNOWING <= len(raw) <= MAX_KNOWN:
@@ -150,8 +161,18 @@ class KnownBodies:
         end = at + len(written)
         if at < 1 or raw[at : end + 1] != written + b"]":
             return
-        body = _KnownBody(raw[:end], at if known is None else known.first, messages)
+        beginning = raw[:end]
+        body = _KnownBody(beginning, at if known is None else known.first, messages, _hash(beginning, known))
         self._latest = (body, *(each for each in self._latest if not raw.startswith(each.beginning)))[:MAX_CACHED]
+
+
+def _hash(raw: bytes, known: _KnownBody | None) -> "HASH":
+    """Of these bytes, which begin with the known ones."""
+    if known is None:
+        return sha256(raw)  # processors have instructions for it
+    hashed = known.hashed.copy()
+    hashed.update(raw[len(known.beginning) :])
+    return hashed
 
 
 _STAND_IN = 10**17 + secrets.randbelow(9 * 10**17)

@@ -14,7 +14,6 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from enum import IntEnum
-from hashlib import sha256
 from itertools import islice
 from typing import Self
 
@@ -33,18 +32,16 @@ class Attempt:
     """What a call shares with its retries."""
 
     digest: bytes
-    """Of its route and body."""
+    """Its route, and the digest of its body."""
     retry: int
     """0 = the first attempt, or no retry header."""
     key: str | None
 
     @classmethod
-    def of(cls, route: str, body: bytes, head: Head) -> Self:
+    def of(cls, route: str, body_digest: bytes, head: Head) -> Self:
         count = head.retry_count
         retry = int(count) if count.isascii() and count.isdigit() and len(count) < 10 else 0
-        digest = sha256(route.encode() + b"\0")  # processors have instructions for it
-        digest.update(body)
-        return cls(digest.digest(), retry, head.idempotency_key or None)
+        return cls(route.encode() + b"\0" + body_digest, retry, head.idempotency_key or None)
 
 
 class SharedAnswer:

@@ -9,9 +9,10 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-NEW_OBJECTS = 50_000
+NEW_OBJECTS = 100_000
 """So many more made than freed bring a collection; Python's own number is 700. It is more than hundreds of episodes in
-flight are made of: less would look at all of them again and again. A collection takes some milliseconds."""
+flight are made of, 200 objects each: less would look at all of them again and again, and find nothing. More would hold
+up a worker for longer: a collection takes some tens of milliseconds, most of them to free what it finds."""
 YOUNG_COLLECTIONS = 3
 """So many of those bring one of what they have left, which takes as much longer; Python's own number is 10."""
 
