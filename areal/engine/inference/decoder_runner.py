@@ -117,7 +117,6 @@ class DecoderRunner:
         self._cache.keep(ids.shape[0])
         return self._step(ids, positions, pieces)
 
-    @torch.inference_mode()
     def move(self, source: int, target: int, length: int) -> None:
         self._cache.move(source, target)
         self._shared.move(source, target)

@@ -170,7 +170,8 @@ class KeyValueCache:
         pool, last = place.pool, place.pool.owners.pop()
         if last != row:
             length = int(self._lengths[last])
-            pool.block(place.slot, length)[:] = pool.block(len(pool.owners), length)
+            with torch.inference_mode():
+                pool.block(place.slot, length)[:] = pool.block(len(pool.owners), length)
             pool.owners[place.slot] = last
             self._slots[last].slot = place.slot
 
