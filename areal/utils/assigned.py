@@ -1,4 +1,4 @@
-"""A context variable that has a value inside a block: what `contextlib.contextmanager` makes, for a third of its time.
+"""A context variable that has a value inside a block: what `contextlib.contextmanager` makes, for half of its time.
 
 Every episode enters several of these.
 """

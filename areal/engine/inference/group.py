@@ -107,8 +107,7 @@ class EngineGroup:
                 await self._changed.wait()
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
-        answer: _Answer | None = None
-        """Kept from the first engine that fails on; nearly no call has one."""
+        answer: _Answer | None = None  # from the first engine that fails on: nearly no call needs one
         while True:
             member = await self._choose(req)
             try:
