@@ -174,7 +174,9 @@ class ModelResponse:
 def add_digests(known: dict[int, str], reported: dict[int, str]) -> None:
     """Add what was reported of versions' weights. Where engines differ, both are kept: what nobody has published."""
     for version, digest in reported.items():
-        told = [*known.get(version, digest).split(_AND), *digest.split(_AND)]
+        if known.setdefault(version, digest) == digest:
+            continue
+        told = [*known[version].split(_AND), *digest.split(_AND)]
         known[version] = _AND.join(dict.fromkeys(told))
 
 

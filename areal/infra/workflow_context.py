@@ -4,13 +4,12 @@ An episode's context is visible in its tasks and in threads started with `asynci
 returns a context with the defaults below.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import Context, ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from areal.infra.http_clients import close_clients, shared_clients
+from areal.utils.assigned import Assigned
 
 if TYPE_CHECKING:
     import aiohttp
@@ -65,14 +64,9 @@ def stat_scope() -> str:
     return "eval-rollout" if get().is_eval else "rollout"
 
 
-@contextmanager
-def enter(context: WorkflowContext) -> Iterator[None]:
+def enter(context: WorkflowContext) -> Assigned[WorkflowContext]:
     """Run an episode's code under `context`."""
-    token = _current.set(context)
-    try:
-        yield
-    finally:
-        _current.reset(token)
+    return Assigned(_current, context)
 
 
 async def get_aiohttp_session() -> "aiohttp.ClientSession":

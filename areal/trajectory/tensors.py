@@ -45,6 +45,11 @@ class RowLimits:
     max_positions: int | None = None
     """Tokens that a row may have; None = not known."""
 
+    def hold(self, ids: Array) -> bool:
+        """Whether a model can compute these tokens."""
+        fit = self.max_positions is None or len(ids) <= self.max_positions
+        return fit and (self.vocab_size is None or int(ids.max(initial=0)) < self.vocab_size)
+
 
 UNLIMITED = RowLimits()
 
@@ -100,21 +105,19 @@ def tensors_of_response(response: ModelResponse, reward: float, temperature: flo
 def row_of_response(response: ModelResponse, reward: float, temperature: float) -> Row:
     """The row that `rows_of` makes of `tensors_of_response`, without tensors on the way."""
     prompt, length = response.input_len, response.input_len + response.output_len
-    ids, versions, completion_index = np.full((3, length), -1, np.int32)
-    logprobs, returns, temperatures = np.zeros((3, length), np.float32)
-    loss_mask = np.zeros(length, np.bool_)
-    ids[:prompt], ids[prompt:] = response.input_tokens, response.output_tokens
+    loss_mask, completion_index = np.zeros(length, np.bool_), np.zeros(length, np.int32)
+    logprobs, returns = np.zeros(length, np.float32), np.zeros(length, np.float32)
+    temperatures = np.empty(length, np.float32)
     loss_mask[prompt:] = True
+    completion_index[:prompt] = -1
     logprobs[prompt:] = response.output_logprobs
-    versions[prompt:] = response.output_versions
     returns[prompt:] = reward
-    completion_index[prompt:] = 0
     temperatures[:prompt], temperatures[prompt:] = 1.0, temperature
     return Row(
-        input_ids=ids,
+        input_ids=np.array(response.input_tokens + response.output_tokens, np.int32),
         loss_mask=loss_mask,
         logprobs=logprobs,
-        versions=versions,
+        versions=np.array([-1] * prompt + response.output_versions, np.int32),
         returns=returns,
         completion_index=completion_index,
         temperatures=temperatures,
@@ -125,7 +128,7 @@ def row_of_response(response: ModelResponse, reward: float, temperature: float) 
 
 def check_row(row: Row, name: str, limits: RowLimits = UNLIMITED) -> None:
     """Raises AgentFailed if the row of an engine's answer is not one that the model can be trained on."""
-    faults = _limit_faults({"input_ids": row.input_ids}, limits)
+    faults = [] if limits.hold(row.input_ids) else _limit_faults({"input_ids": row.input_ids}, limits)
     if not np.isfinite(row.logprobs).all():
         faults.append("logprobs must be finite in float32")
     if faults:

@@ -7,10 +7,10 @@ the name `stats_dropped`. It is no error, because a name may come from what a mo
 which episodes are trained on.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+
+from areal.utils.assigned import Assigned
 
 MAX_NAMES = 64
 """Of one collection."""
@@ -70,12 +70,6 @@ def scalar(**values: float) -> None:
     Tracker("").scalar(**values)
 
 
-@contextmanager
-def collect() -> Iterator[Collection]:
+def collect() -> Assigned[Collection]:
     """Gather what is recorded in this block and in the tasks it starts."""
-    collection = Collection()
-    token = _current.set(collection)
-    try:
-        yield collection
-    finally:
-        _current.reset(token)
+    return Assigned(_current, Collection())

@@ -10,9 +10,10 @@ look at any time (`areal/infra/status.py` makes sentences of what it sees).
 """
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
+
+from areal.utils.assigned import Assigned
 
 WAITS_FOR_MODEL = "waits for the model"
 """What an episode does whose model is generating."""
@@ -97,11 +98,6 @@ def current() -> Waits:
     return _current.get() or Waits()
 
 
-@contextmanager
-def of(waits: Waits) -> Iterator[Waits]:
+def of(waits: Waits) -> Assigned[Waits]:
     """Run a part's code: what it waits for, in this block and in tasks that it starts, is entered there."""
-    token = _current.set(waits)
-    try:
-        yield waits
-    finally:
-        _current.reset(token)
+    return Assigned(_current, waits)

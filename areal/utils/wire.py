@@ -225,14 +225,16 @@ def _form_of(cls: type, omitted: Collection[str]) -> _Form:
                 "both ends must run the same version"
             )
         built = object.__new__(cls)
-        known = dict(zip(names, values, strict=True))
-        for name, default in defaults:
-            known[name] = default()
         if is_slotted:
-            for name, value in known.items():
+            for name, value in zip(names, values, strict=True):
                 object.__setattr__(built, name, value)  # also right for frozen classes
+            for name, default in defaults:
+                object.__setattr__(built, name, default())
         else:
-            built.__dict__.update(known)
+            known = built.__dict__
+            known.update(zip(names, values, strict=True))
+            for name, default in defaults:
+                known[name] = default()
         return built
 
     if len(names) > 1:

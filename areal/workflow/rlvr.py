@@ -5,9 +5,10 @@ Prompts are rendered and answers are read as the proxy does it, so a task gives 
 
 import inspect
 import json
-import uuid
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec
+
+import orjson
 
 from areal.api.engine_api import InferenceEngine
 from areal.api.errors import WorkflowError
@@ -33,6 +34,7 @@ P = ParamSpec("P")
 
 POSITIONAL = ("prompt", "completion", "prompt_ids", "completion_ids")
 """What a reward function gets by position; the task's own keys follow by name."""
+_AS_IS = orjson.OPT_PASSTHROUGH_DATACLASS | orjson.OPT_PASSTHROUGH_DATETIME | orjson.OPT_PASSTHROUGH_SUBCLASS
 MAX_REMEMBERED_PROMPTS = 256
 """The samples of a group ask for the same prompt."""
 
@@ -60,7 +62,7 @@ class RLVRWorkflow(RolloutWorkflow):
         stops = dict.fromkeys([*ending.stop_token_ids, *self._renderer.turn_end_ids])
         self.gconfig = ending.new(n_samples=1, stop_token_ids=list(stops))
         self.tokenizer = tokenizer
-        self._prompts: BoundedCache[str, tuple[str, TokenIds]] = BoundedCache(MAX_REMEMBERED_PROMPTS)
+        self._prompts: BoundedCache[bytes, tuple[str, TokenIds]] = BoundedCache(MAX_REMEMBERED_PROMPTS)
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> "dict[str, Tensor] | None":
         scored = await self._complete(engine, data, *await self._prompt(self._messages(data)))
@@ -87,10 +89,7 @@ class RLVRWorkflow(RolloutWorkflow):
 
     async def _prompt(self, messages: list[dict[str, Any]]) -> tuple[str, TokenIds]:
         """The messages as text for the model, and its tokens."""
-        try:
-            key = json.dumps(messages)
-        except TypeError:  # what is not JSON may look equal and be different
-            key = None
+        key = _key(messages)
         known = None if key is None else self._prompts.get(key)
         if known is None:
             text = self._renderer.render(messages, None)
@@ -121,7 +120,8 @@ class RLVRWorkflow(RolloutWorkflow):
 
     async def _ask(self, engine: InferenceEngine, ids: list[int], images: Sequence[bytes] = ()) -> ModelResponse | None:
         """The engine's answer; None = it gave none."""
-        request = ModelRequest(uuid.uuid4().hex, ids, self.gconfig, self.tokenizer, images=list(images))
+        # Nobody reads its `rid`, and a random one costs a system call.
+        request = ModelRequest("", ids, self.gconfig, self.tokenizer, images=list(images))
         response = await engine.agenerate(request)
         return None if response.stop_reason == "abort" or not response.output_tokens else response
 
@@ -142,6 +142,16 @@ class RLVRWorkflow(RolloutWorkflow):
             prompt, answer.message["content"], response.input_tokens, response.output_tokens, **keywords
         )
         return None if reward is None else as_reward(reward, "the reward function")
+
+
+def _key(messages: list[dict[str, Any]]) -> bytes | None:
+    """Messages as JSON; None = they are not, and may look equal and be different."""
+    try:
+        key = orjson.dumps(messages, option=_AS_IS)
+        # NaN is written so too.
+        return json.dumps(messages).encode() if b"null" in key else key
+    except TypeError:
+        return None
 
 
 async def _encoded(text: str, encode: Callable[P, list[int]], *args: P.args, **kwargs: P.kwargs) -> list[int]:

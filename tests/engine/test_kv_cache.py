@@ -14,9 +14,11 @@ MOST = 1000
 class CacheMachine(RuleBasedStateMachine):
     """Sequences join at the end, grow, and leave: the last row takes the place of one that left, as in the engine."""
 
+    dense = True
+
     def __init__(self) -> None:
         super().__init__()
-        self.cache = KeyValueCache(SHAPE, MOST)
+        self.cache = KeyValueCache(SHAPE, MOST, dense=self.dense)
         self.rows: list[tuple[float, int]] = []
         """The number that each row is full of, and its length."""
         self.marks = 0.0
@@ -29,6 +31,17 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache.put(row, length)
         self.cache.block(row, length)[:] = self.marks
         self.rows.append((self.marks, length))
+
+    @rule(length=st.integers(1, 600), samples=st.integers(1, 5))
+    def join_as_a_group(self, length: int, samples: int) -> None:
+        self.marks += 1
+        first, *others = rows = range(len(self.rows), len(self.rows) + samples)
+        self.cache.keep(first)
+        for row in rows:
+            self.cache.put(row, length + 1)
+        self.cache.block(first, length + 1)[:] = self.marks
+        self.cache.copy(first, others, length + 1)
+        self.rows += [(self.marks, length + 1)] * samples
 
     @precondition(lambda self: self.rows)
     @rule(data=st.data(), more=st.sampled_from([1, 1, 120]))
@@ -56,14 +69,32 @@ class CacheMachine(RuleBasedStateMachine):
             assert (self.cache.block(row, length) == mark).all()
 
     @invariant()
-    def slots_are_dense(self) -> None:
+    def slots_have_one_row_each(self) -> None:
         for pool in self.cache.pools:
             assert len(pool.owners) <= pool.slots
-            assert [self.cache.slot_of(owner).slot for owner in pool.owners] == [*range(len(pool.owners))]
+            owned = {slot: row for slot, row in enumerate(pool.owners) if row >= 0}
+            assert {slot: self.cache.slot_of(row).slot for slot, row in owned.items()} == {slot: slot for slot in owned}
+            assert len(owned) == pool.rows
+            assert len(owned) == len(pool.owners) or not self.dense
+
+
+class SparseCacheMachine(CacheMachine):
+    dense = False
 
 
 TestRows = CacheMachine.TestCase
-TestRows.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestSparseRows = SparseCacheMachine.TestCase
+TestRows.settings = TestSparseRows.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def test_a_row_that_leaves_a_cache_that_is_not_dense_moves_no_other() -> None:
+    cache = KeyValueCache(SHAPE, MOST, dense=False)
+    for row in range(4):
+        cache.put(row, 10)
+    cache.move(3, 1)
+    assert [cache.slot_of(row).slot for row in range(3)] == [0, 3, 2]
+    cache.put(3, 10)
+    assert cache.slot_of(3).slot == 1
 
 
 def test_one_long_sequence_among_many_short_ones_takes_its_own_memory() -> None:

@@ -19,8 +19,8 @@ class RunningBatch:
 
     def __init__(self, capacity: int) -> None:
         self.sequences: list[SequenceState] = []
-        self.simple = True
-        """No sequence asks for more than a length and stop tokens; known once `params` was read."""
+        self._simple: bool | None = True
+        """None = not known."""
         self._params: SamplingParams | None = None
         self._ids = np.zeros(capacity, dtype=np.int64)
         self._positions = np.zeros(capacity, dtype=np.int64)
@@ -60,6 +60,13 @@ class RunningBatch:
         return counts
 
     @property
+    def simple(self) -> bool:
+        """No sequence asks for more than a length and stop tokens: when it joins, that is settled."""
+        if self._simple is None:
+            self._simple = all(sequence.simple for sequence in self.sequences)
+        return self._simple
+
+    @property
     def params(self) -> SamplingParams:
         if self._params is None:
             count = len(self.sequences)
@@ -70,7 +77,6 @@ class RunningBatch:
                 self._top_k[:count],
                 self._seeds[:count],
             )
-            self.simple = all(sequence.simple for sequence in self.sequences)
         return self._params
 
     def banned(self, logits: Tensor) -> Tensor | None:
@@ -110,6 +116,7 @@ class RunningBatch:
         self._seeds[row] = sequence.seed
         self._counts[row] = sequence.drawn
         self.sequences.append(sequence)
+        self._simple = self.simple and sequence.simple
         self._params = None
 
     def grow(self, tokens: list[int]) -> None:
@@ -122,6 +129,7 @@ class RunningBatch:
     def leave(self, row: int) -> int | None:
         """Free a row; the last one takes its place. Returns which that was, None if none had to move."""
         last = self.sequences.pop()
+        self._simple = self._simple or None
         self._params = None
         if row == len(self.sequences):
             return None
@@ -133,5 +141,5 @@ class RunningBatch:
     def clear(self) -> list[SequenceState]:
         """Remove all, and return them."""
         sequences, self.sequences = self.sequences, []
-        self._params = None
+        self._simple, self._params = True, None
         return sequences

@@ -66,7 +66,7 @@ class DecoderRunner:
         a = self._architecture = decoder.architecture
         self.kernel = choose_kernel(kernel, decoder, dtype)
         self._cache_shape = CacheShape(a.num_layers, a.num_kv_heads, a.head_dim, self.kernel.cache_dtype, self.device)
-        self._cache = KeyValueCache(self._cache_shape, a.max_positions)
+        self._cache = self._new_cache()
         self._prefixes = PrefixTree(
             int(PREFIX_MEMORY_SHARE * memory_bytes(self.device)) if prefix_bytes is None else prefix_bytes
         )
@@ -117,16 +117,18 @@ class DecoderRunner:
         self._cache.keep(ids.shape[0])
         return self._step(ids, positions, pieces)
 
-    @torch.inference_mode()
     def move(self, source: int, target: int, length: int) -> None:
         self._cache.move(source, target)
         self._shared.move(source, target)
 
     def reset(self) -> None:
-        self._cache = KeyValueCache(self._cache_shape, self.max_positions)
+        self._cache = self._new_cache()
         self._prefixes.clear()
         self._shared = SharedPrefixes(SHORTEST_PREFIX)
         self._seen_version = -1
+
+    def _new_cache(self) -> KeyValueCache:
+        return KeyValueCache(self._cache_shape, self.max_positions, dense=self.kernel.reads_neighbours)
 
     def cached_tokens(self, ids: list[int]) -> int:
         if len(ids) <= SHORTEST_PREFIX or not self._prefixes.budget_bytes:
@@ -135,10 +137,10 @@ class DecoderRunner:
         count = sum(block.shape[TOKEN_DIM] for block in self._prefixes.find(ids[:-1]))
         return count if count >= SHORTEST_PREFIX else 0
 
-    @torch.inference_mode()
     def remember(self, row: int, ids: list[int]) -> None:
         if len(ids) >= SHORTEST_PREFIX and self._prefixes.budget_bytes:
-            self._prefixes.add(ids, self._cache.block(row, len(ids)))
+            with torch.inference_mode():
+                self._prefixes.add(ids, self._cache.block(row, len(ids)))
 
     def _step(self, ids: Tensor, positions: Tensor, pieces: Sequence[Piece]) -> Tensor:
         self._follow_weights()
@@ -214,8 +216,7 @@ class DecoderRunner:
     def _complete_prompt(self, piece: Piece) -> None:
         """Copy a complete prompt to all of its rows; a later prompt may begin with it."""
         first, *others = piece.rows
-        for row in others:
-            self._cache.block(row, len(piece.ids))[:] = self._cache.block(first, len(piece.ids))
+        self._cache.copy(first, others, len(piece.ids))
         for row in piece.rows:
             self._shared.fill(row, piece.ids)
         self.remember(first, piece.ids)

@@ -107,15 +107,17 @@ class EngineGroup:
                 await self._changed.wait()
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
-        answer = _Answer(req)
+        answer: _Answer | None = None  # from the first engine that fails on: nearly no call needs one
         while True:
             member = await self._choose(req)
             try:
-                return await member.engine.agenerate(answer.request)
+                return await member.engine.agenerate(req if answer is None else answer.request)
             except EngineGone as gone:
+                answer = answer or _Answer(req)
                 answer.drawn.extend(gone.drawn)
                 self._move(answer, member, gone)
             except DrawnRefused as refused:
+                answer = answer or _Answer(req)
                 answer.begin_again(refused)
             finally:
                 member.in_flight -= 1

@@ -28,6 +28,8 @@ class StepKernel(Protocol):
     name: str
     """Kernels of one name compute the same bits on one machine."""
     cache_dtype: torch.dtype
+    reads_neighbours: bool
+    """Whether it reads the rows of a pool together, which must have its first slots then."""
     fits_twice: bool
     """Whether it makes something of the weights, and there is room for that of the next version beside it."""
 

@@ -4,6 +4,10 @@ Rows live in pools by length: a sequence that outgrows its pool moves to one wit
 sequences' own lengths, not their number times the longest of them, and rows that are read together are about equally
 long. Only attention needs to know which slot of which pool a row has. It knows nothing of weights.
 
+A row that leaves a dense cache gives its slot to the last of its pool, so that the rows of a pool are neighbours. That
+is a copy of all that the last row holds, which is for nothing where a kernel reads each row by itself: there the slot
+stays free for the next row.
+
 Shapes: L positions that a slot has room for, K key-value heads, E head dimension.
 """
 
@@ -20,6 +24,7 @@ from areal.engine.model.device import CPU
 
 SMALLEST_POOL = 128
 """Positions."""
+NOBODY = -1
 _FIRST_POSITIONS = 1024
 """Positions that a new pool has room for, over all of its slots; one slot at least."""
 
@@ -40,12 +45,14 @@ class CacheShape:
 
 
 class KeyValueCache:
-    def __init__(self, shape: CacheShape, max_positions: int) -> None:
+    def __init__(self, shape: CacheShape, max_positions: int, *, dense: bool = True) -> None:
+        """`dense`: the rows of a pool have its first slots."""
         self.partial = KeyValuePool(shape, 0, slots=1)
         """The prompt that is computed in part."""
         self.device = shape.device
         self.moves = 0
         """Counts up whenever a row may be in another place than before."""
+        self._dense = dense
         self._shape = shape
         self._max_positions = max_positions
         self._pools: dict[int, KeyValuePool] = {}
@@ -59,7 +66,7 @@ class KeyValueCache:
     @property
     def pools(self) -> "list[KeyValuePool]":
         """Those that have rows, by capacity."""
-        return [pool for _, pool in sorted(self._pools.items()) if pool.owners]
+        return [pool for _, pool in sorted(self._pools.items()) if pool.rows]
 
     def slot_of(self, row: int) -> "CacheSlot":
         return self._slots[row]
@@ -78,6 +85,14 @@ class KeyValueCache:
             self._capacities = _longer(self._capacities, 2 * (row + 1))
         self._assign(row, self._capacity(length))
         self._lengths[row] = length
+
+    def copy(self, source: int, rows: Sequence[int], length: int) -> None:
+        """Fill rows with the first positions of row `source`; all of them were put for one length."""
+        if not rows:
+            return
+        place = self._slots[source]
+        slots = torch.tensor([self._slots[row].slot for row in rows], device=self.device)
+        place.pool.data[:, slots, :, :length] = place.pool.block(place.slot, length)[:, None]
 
     def keep(self, rows: int) -> None:
         """Free all but the first `rows` rows."""
@@ -102,7 +117,7 @@ class KeyValueCache:
             self._assign(row, self._capacity(lengths[row]))
             self.block(row, lengths[row] - 1)[:] = held
             self._vacate(place, row)
-        self._pools = {size: pool for size, pool in self._pools.items() if pool.owners}
+        self._pools = {size: pool for size, pool in self._pools.items() if pool.rows}
 
     def move(self, source: int, target: int) -> None:
         """Move the sequence in row `source` to row `target`, whose old contents are lost."""
@@ -133,43 +148,45 @@ class KeyValueCache:
         if capacity not in self._pools:
             self._pools[capacity] = KeyValuePool(self._shape, capacity)
         pool = self._pools[capacity]
-        if pool.reserve(len(pool.owners) + more):  # memory grows: give back the pools that are empty
-            self._pools = {size: each for size, each in self._pools.items() if each.owners or each is pool}
+        if pool.reserve(pool.rows + more):  # memory grows: give back the pools that are empty
+            self._pools = {size: each for size, each in self._pools.items() if each.rows or each is pool}
         return pool
 
     def _assign(self, row: int, capacity: int) -> None:
         self.moves += 1
         pool = self._pool(capacity, 1)
-        self._slots[row] = CacheSlot(pool, len(pool.owners))
+        self._slots[row] = CacheSlot(pool, pool.take(row))
         self._capacities[row] = capacity
-        pool.owners.append(row)
 
     def _free(self, row: int) -> None:
         self._vacate(self._slots.pop(row), row)
 
     def _vacate(self, place: "CacheSlot", row: int) -> None:
-        """The last of the pool moves into the slot."""
+        """The last of a dense pool moves into the slot."""
         self.moves += 1
+        if not self._dense:
+            place.pool.free(place.slot)
+            return
         pool, last = place.pool, place.pool.owners.pop()
         if last != row:
             length = int(self._lengths[last])
-            pool.block(place.slot, length)[:] = pool.block(len(pool.owners), length)
+            with torch.inference_mode():
+                pool.block(place.slot, length)[:] = pool.block(len(pool.owners), length)
             pool.owners[place.slot] = last
             self._slots[last].slot = place.slot
 
 
 class KeyValuePool:
-    """Sequences of about one length: one tensor, a slot for each.
-
-    Slots are dense: the sequences own the first ones. Their number grows by doubling.
-    """
+    """Sequences of about one length: one tensor, a slot for each. The number of slots grows by doubling."""
 
     def __init__(self, shape: CacheShape, capacity: int, slots: int = 0) -> None:
         """`capacity` is L."""
         self.shape = shape
         self.capacity = capacity
         self.owners: list[int] = []
-        """The row that has each slot."""
+        """The row that has each slot, as far as slots were taken; `NOBODY` where it left."""
+        self._left: list[int] = []
+        """The slots of rows that left."""
         self.data = shape.zeros(slots, capacity)
         """[layers,slots,2K,L,E]"""
         self.flat, self._starts = self._views()
@@ -178,6 +195,25 @@ class KeyValuePool:
     @property
     def slots(self) -> int:
         return int(self.data.shape[1])
+
+    @property
+    def rows(self) -> int:
+        """How many have a slot."""
+        return len(self.owners) - len(self._left)
+
+    def take(self, row: int) -> int:
+        """A slot for a row, where there is room for it."""
+        if self._left:
+            slot = self._left.pop()
+            self.owners[slot] = row
+        else:
+            slot = len(self.owners)
+            self.owners.append(row)
+        return slot
+
+    def free(self, slot: int) -> None:
+        self.owners[slot] = NOBODY
+        self._left.append(slot)
 
     def reserve(self, slots: int) -> bool:
         """Make room for that many; return whether the pool had to grow."""

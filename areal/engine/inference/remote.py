@@ -125,7 +125,7 @@ class RemoteEngine:
         if answer is None:
             answer = await self._call(method, stream, req, None, *how, timeout_seconds=None)
             assert answer is not None, "a whole prompt is always known"
-        answer.input_tokens = list(req.input_ids)
+        answer.input_tokens = req.input_ids[:]
         return answer
 
     def _open_stream(self, req: ModelRequest) -> "tuple[int, _Inbox]":

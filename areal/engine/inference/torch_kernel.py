@@ -25,6 +25,7 @@ class TorchKernel:
     """Implements `StepKernel`."""
 
     name = "torch"
+    reads_neighbours = True
     sample = staticmethod(sample)
 
     def __init__(self, decoder: Decoder, dtype: torch.dtype = torch.float32) -> None:

@@ -82,6 +82,7 @@ class NativeKernel:
     """Implements `StepKernel`."""
 
     cache_dtype = torch.float32
+    reads_neighbours = False
 
     def __init__(self, decoder: Decoder, dtype: torch.dtype = torch.float32) -> None:
         """Weights are packed in `dtype`, float32 or bfloat16; arithmetic is in float32. Raises KernelUnavailable."""

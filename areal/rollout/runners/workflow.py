@@ -4,8 +4,8 @@ import asyncio
 import re
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing
 from functools import partial
 from itertools import pairwise
 from typing import Any, TypeGuard, TypeVar
@@ -61,7 +61,7 @@ class WorkflowRunner:
             return None, engine.digests
         if not engine.versions:
             raise NoInteractions(f"{self.name} returned a trajectory, but the engine sampled no token for it")
-        if _is_interactions(result):
+        if type(result) is not Row and _is_interactions(result):
             episode = _episode_of(result)
         else:
             rows = self._rows(result, engine.temperature)
@@ -120,8 +120,11 @@ class WorkflowRunner:
 
     def _readable(self, row: Row) -> list[dict[str, Any]]:
         """A row as a person reads it: stretches of prompt and of sampled tokens."""
-        mask, ids = row.loss_mask, row.input_ids.tolist()
-        edges = [0, *(np.flatnonzero(mask[1:] != mask[:-1]) + 1).tolist(), len(ids)]
+        mask, ids = row.loss_mask.tobytes(), row.input_ids.tolist()
+        edges = [0]
+        while (edge := mask.find(1 - mask[edges[-1]], edges[-1])) > 0:
+            edges.append(edge)
+        edges.append(len(ids))
         stretches: list[dict[str, Any]] = [
             {"role": "assistant", "content": self._text(row, ids[start:end])}
             if mask[start]
@@ -201,14 +204,18 @@ class RecordingEngine:
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
         req, asked_at = self._adjusted(req), time.monotonic()
-        with self._keeping_seed(req), self._waits.entered(WAITS_FOR_MODEL):
-            response = await self._engine.agenerate(req)
+        try:
+            with self._waits.entered(WAITS_FOR_MODEL):
+                response = await self._engine.agenerate(req)
+        except (Exception, asyncio.CancelledError):
+            self._give_seed_back(req)
+            raise
         self._record(req, response, asked_at)
         return response
 
     async def astream(self, req: ModelRequest, *, every_seconds: float = 0.0) -> AsyncGenerator[TokenChunk, None]:
         req, asked_at = self._adjusted(req), time.monotonic()
-        with self._keeping_seed(req):
+        try:
             async with aclosing(self._engine.astream(req, every_seconds=every_seconds)) as chunks:
                 while True:
                     with self._waits.entered(WAITS_FOR_MODEL):
@@ -218,6 +225,9 @@ class RecordingEngine:
                     if chunk.response is not None:
                         self._record(req, chunk.response, asked_at)
                     yield chunk
+        except (Exception, asyncio.CancelledError):
+            self._give_seed_back(req)
+            raise
 
     def _adjusted(self, req: ModelRequest) -> ModelRequest:
         """A copy, whose other fields were checked when the request was made and are not checked again."""
@@ -228,15 +238,10 @@ class RecordingEngine:
         adjusted.gconfig, adjusted.session = gconfig, req.session or self._session
         return adjusted
 
-    @contextmanager
-    def _keeping_seed(self, req: ModelRequest) -> Iterator[None]:
+    def _give_seed_back(self, req: ModelRequest) -> None:
         """A call that fails leaves its seed to the call that is made in its place."""
-        try:
-            yield
-        except (Exception, asyncio.CancelledError):
-            if self._seeds is not None:
-                self._seeds.give_back(prompt_hash(req.input_ids).digest(), req.gconfig.seed)
-            raise
+        if self._seeds is not None:
+            self._seeds.give_back(prompt_hash(req.input_ids).digest(), req.gconfig.seed)
 
     def _record(self, req: ModelRequest, response: ModelResponse, asked_at: float) -> None:
         self.turns.append((asked_at, time.monotonic(), response.output_len))
