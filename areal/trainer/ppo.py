@@ -69,12 +69,13 @@ class PPOTraining(TrainingWork):
     ) -> TrainResult:
         """Train to the last step, or to Ctrl-C; everything is saved either way."""
         config = self.config
-        filtered = "actor.dynamic_sampling" if config.algorithm.dynamic_sampling else None
+        dynamic_sampling = config.algorithm.dynamic_sampling
+        filtered = "actor.dynamic_sampling" if dynamic_sampling else None
         filtered = filtered if dynamic_filter_fn is None else name_of(dynamic_filter_fn)
         self._sampled_by |= {**train_spec.described(), "filter": filtered}
         threads = plan_threads(config.rollout.max_head_offpolicyness, config.scheduler.threads)
         torch.set_num_threads(threads.trainer)
-        plan = _Plan(config, self._tasks, self._valid, dynamic_filter_fn)
+        plan = _Plan(config, self._tasks, self._valid, dynamic_filter_fn, dynamic_sampling)
         return self._until_no_rank_is_lost(lambda: self._attempt(plan, train_spec, eval_spec, threads))
 
     def _attempt(
@@ -151,9 +152,11 @@ class _Plan:
     valid: Tasks
     """Held-out tasks; empty = nothing is evaluated."""
     filter: GroupFilter | None
+    dynamic_sampling: bool
+    """Groups whose episodes all have one reward are not trained on. `config` would work it out for each group."""
 
     def keep(self, group: GroupResult) -> bool:
-        if self.config.algorithm.dynamic_sampling and len({episode.reward for episode in group.episodes}) < 2:
+        if self.dynamic_sampling and len({episode.reward for episode in group.episodes}) < 2:
             return False
         return self.filter is None or self.filter(tensors_of_group(group))
 
