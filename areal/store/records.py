@@ -197,14 +197,16 @@ def forget(db: sqlite3.Connection, tables: Sequence[str], task_id: int) -> None:
 
 def _preview(episode: Episode) -> str:
     """The beginning of what the model said last, on one line."""
-    said = [_text(message) for message in episode.messages if message.get("role") == "assistant"]
-    return _storable(" ".join(said[-1].split())[:PREVIEW_CHARACTERS]) if said else ""
+    for message in reversed(episode.messages):
+        if message.get("role") == "assistant":
+            return _storable(" ".join(_text(message).split())[:PREVIEW_CHARACTERS])
+    return ""
 
 
 def _conversation_text(episode: Episode) -> str:
     """What full-text search looks at: everything that was said in the tree, once."""
-    of_tree = (message for node in episode.nodes for message in (*node.messages, node.message))
-    return _storable("\n".join(dict.fromkeys(_text(message) for message in (*episode.messages, *of_tree))))
+    of_tree = [message for node in episode.nodes for message in (*node.messages, node.message)]
+    return _storable("\n".join(dict.fromkeys([_text(message) for message in (*episode.messages, *of_tree)])))
 
 
 def _text(message: Mapping[str, Any]) -> str:
@@ -234,4 +236,4 @@ def to_json(value: Any) -> str:
 
 def _storable(text: str) -> str:
     """SQLite takes no half of a surrogate pair, which a model may write."""
-    return text.encode("utf-8", "replace").decode("utf-8")
+    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
