@@ -205,9 +205,9 @@ class _PPORun(TrainingRun):
             weights = self._engine.publish(self._config.rollout.dtype)
             figures = {**self._figures(began, taken, trained), **step_figures(groups, version, learned.figures)}
             figures |= {f"{name}_seconds": seconds for name, seconds in learned.seconds.items()}
-            dropped = self._fleet.pop_dropped()
+            rejected, dropped = self._fleet.pop_lost()
             row = self._journal.commit(self._step + 1, groups, weights, figures, learned.rows, dropped)
-            self._settle(groups)
+            self._settle(groups, rejected)
             try:
                 self._publish(weights)
             finally:  # what is committed is exported, even if the engine never got these weights
@@ -231,10 +231,10 @@ class _PPORun(TrainingRun):
                 self._between_steps = False  # nothing was changed
             raise
 
-    def _settle(self, groups: list[GroupResult]) -> None:
+    def _settle(self, groups: list[GroupResult], rejected: list[int]) -> None:
         """The step is written down: from here on a checkpoint must have it."""
         self._step, self._between_steps = self._step + 1, False
-        for task_id in (*(group.task_id for group in groups), *self._fleet.pop_rejected()):
+        for task_id in (*(group.task_id for group in groups), *rejected):
             self._settled.add(task_id)
 
     def _begin(self) -> None:
