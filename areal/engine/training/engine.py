@@ -40,7 +40,7 @@ Loss = Callable[[Tensor, dict[str, Tensor]], tuple[Tensor, Figures]]
 
 SUMMED_VALUES = 1 << 22
 """So many are held in double precision at a time."""
-SUMMED_IN_CACHE = 1 << 16
+SUMMED_IN_CACHE = 1 << 18
 """The same on a CPU, whose cache holds these: from memory it takes twenty times as long."""
 
 
