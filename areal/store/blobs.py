@@ -9,6 +9,7 @@ the same way; of groups in which it was not, nothing is.
 import dataclasses
 import zlib
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import Any, TypeVar
 
 from areal.api.io_struct import Choices
@@ -39,7 +40,9 @@ def columns_of(episodes: Sequence[Sequence[Any]]) -> dict[str, bytes]:
     """The rows of each episode of a group, field by field. They are dataclasses of one type."""
     rows = [row for episode in episodes for row in episode]
     columns = {SAMPLE: [sample for sample, episode in enumerate(episodes) for _ in episode]}
-    fields = {name: join([vars(row)[name] for row in rows]) for name in (vars(rows[0]) if rows else ())}
+    names = [field.name for field in dataclasses.fields(rows[0])] if rows else []
+    values = zip(*map(attrgetter(*names), rows), strict=True) if rows else ()
+    fields = {name: join(list(each)) for name, each in zip(names, values, strict=True)}
     chosen = fields.pop(CHOICES, ())
     if any(chosen):
         fields[CHOICES] = [by_name(each) for each in chosen]

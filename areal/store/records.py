@@ -4,11 +4,9 @@ import json
 import sqlite3
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from math import sqrt
-from statistics import fmean
+from math import fsum, sqrt
 from typing import Any, NamedTuple
 
-import numpy as np
 import orjson
 
 from areal.api.messages import Episode, GroupResult, Rejection, TrainedRow
@@ -55,7 +53,7 @@ class GroupEnded:
 
     def __call__(self, db: sqlite3.Connection) -> None:
         result = self.result
-        counts = _counts(result.episodes)
+        counts = [_counts(episode) for episode in result.episodes]
         oldest = min((each.oldest for each in counts if each.oldest is not None), default=None)
         mean, spread = _mean_and_spread([episode.reward for episode in result.episodes])
         known = db.execute("SELECT state, attempts FROM groups WHERE task_id = ?", (result.task_id,)).fetchone()
@@ -105,11 +103,11 @@ class GroupEnded:
 
 
 def _mean_and_spread(rewards: Sequence[float]) -> tuple[float | None, float | None]:
-    """Without numpy, which takes ten times as long for a few numbers."""
+    """Without numpy or `statistics`, which take ten times as long for a few numbers."""
     if not rewards:
         return None, None
-    mean = fmean(rewards)
-    return mean, sqrt(fmean((reward - mean) ** 2 for reward in rewards))
+    mean = fsum(rewards) / len(rewards)
+    return mean, sqrt(fsum([(reward - mean) ** 2 for reward in rewards]) / len(rewards))
 
 
 class _Counts(NamedTuple):
@@ -122,24 +120,10 @@ class _Counts(NamedTuple):
     newest: int | None
 
 
-def _counts(episodes: Sequence[Episode]) -> list[_Counts]:
-    """Of all episodes at once: one at a time would take longer than everything else that is written of them."""
-    rows = [(sample, row) for sample, episode in enumerate(episodes) for row in episode.rows]
-    if not rows:
-        return [_Counts(0, 0, None, None)] * len(episodes)
-    mask = np.concatenate([row.loss_mask for _, row in rows])
-    samples = np.repeat([sample for sample, _ in rows], [len(row.loss_mask) for _, row in rows])
-    tokens = np.bincount(samples, minlength=len(episodes)).tolist()
-    samples, versions = samples[mask], np.concatenate([row.versions for _, row in rows])[mask]
-    trained = np.bincount(samples, minlength=len(episodes)).tolist()
-    oldest, newest = np.full(len(episodes), np.iinfo(np.int64).max), np.full(len(episodes), -1)
-    np.minimum.at(oldest, samples, versions)
-    np.maximum.at(newest, samples, versions)
-    found = zip(tokens, trained, oldest.tolist(), newest.tolist(), strict=True)
-    return [
-        _Counts(own, every - own, first, last) if own else _Counts(0, every, None, None)
-        for every, own, first, last in found
-    ]
+def _counts(episode: Episode) -> _Counts:
+    every = sum(len(row.loss_mask) for row in episode.rows)
+    trained = episode.trained_tokens
+    return _Counts(trained, every - trained, episode.oldest_version, episode.newest_version)
 
 
 def _write_episodes(
@@ -213,19 +197,21 @@ def forget(db: sqlite3.Connection, tables: Sequence[str], task_id: int) -> None:
 
 def _preview(episode: Episode) -> str:
     """The beginning of what the model said last, on one line."""
-    said = [_text(message) for message in episode.messages if message.get("role") == "assistant"]
-    return _storable(" ".join(said[-1].split())[:PREVIEW_CHARACTERS]) if said else ""
+    for message in reversed(episode.messages):
+        if message.get("role") == "assistant":
+            return _storable(" ".join(_text(message).split())[:PREVIEW_CHARACTERS])
+    return ""
 
 
 def _conversation_text(episode: Episode) -> str:
     """What full-text search looks at: everything that was said in the tree, once."""
-    of_tree = (message for node in episode.nodes for message in (*node.messages, node.message))
-    return _storable("\n".join(dict.fromkeys(_text(message) for message in (*episode.messages, *of_tree))))
+    of_tree = [message for node in episode.nodes for message in (*node.messages, node.message)]
+    return _storable("\n".join(dict.fromkeys([_text(message) for message in (*episode.messages, *of_tree)])))
 
 
 def _text(message: Mapping[str, Any]) -> str:
     """Everything that is said in a message, the calls of tools included."""
-    content, thoughts, calls = (message.get(name) for name in ("content", "reasoning_content", "tool_calls"))
+    content, thoughts, calls = message.get("content"), message.get("reasoning_content"), message.get("tool_calls")
     if isinstance(content, str) and not thoughts and not calls:  # nearly every message
         return content
     said = [content, thoughts]
@@ -250,4 +236,4 @@ def to_json(value: Any) -> str:
 
 def _storable(text: str) -> str:
     """SQLite takes no half of a surrogate pair, which a model may write."""
-    return text.encode("utf-8", "replace").decode("utf-8")
+    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")

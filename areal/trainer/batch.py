@@ -44,13 +44,15 @@ class TrainRow:
 def rows_of_groups(groups: Sequence[GroupResult]) -> list[TrainRow]:
     """Every row, its completions and the groups that are compared numbered through the batch."""
     episodes = [(number, episode.rows) for number, group in enumerate(groups) for episode in group.episodes]
+    if not episodes:
+        return []
     numbers = [row.completion_index for _, rows in episodes for row in rows]
-    starts = _starts([sum(map(len, (row.completion_index for row in rows))) for _, rows in episodes])
-    completions = _starts(np.maximum.reduceat(np.concatenate(numbers), starts) + 1) if episodes else ()
+    starts = _starts([sum([len(row.completion_index) for row in rows]) for _, rows in episodes])
+    completions = _starts(np.maximum.reduceat(np.concatenate(numbers), starts) + 1).tolist()
     peers: dict[tuple[int, int | None], int] = {}
     return [
         TrainRow(row, number, peers.setdefault((number, row.group_id), len(peers)), first, episode)
-        for episode, ((number, rows), first) in enumerate(zip(episodes, map(int, completions), strict=True))
+        for episode, ((number, rows), first) in enumerate(zip(episodes, completions, strict=True))
         for row in rows
     ]
 
@@ -212,13 +214,16 @@ def select(batch: TokenBatch, kept: Tensor) -> TokenBatch:
         return replace(batch, spans=_with_any(batch.spans), fields=dict(batch.fields))
     places = np.flatnonzero(kept.numpy())
     asked = np.concatenate([span.asked for span in batch.spans])[places]
-    ends = np.searchsorted(places, np.cumsum([len(span.asked) for span in batch.spans])).tolist()
+    counts = [len(span.asked) for span in batch.spans]
+    ends = np.searchsorted(places, np.cumsum(counts)).tolist()
     spans = [
-        Span(span.ids, asked[begin:end], span.group, span.images)
-        for span, (begin, end) in zip(batch.spans, pairwise((0, *ends)), strict=True)
+        span if end - begin == count else Span(span.ids, asked[begin:end], span.group, span.images)
+        for span, count, (begin, end) in zip(batch.spans, counts, pairwise((0, *ends)), strict=True)
+        if end > begin
     ]
-    fields = {name: values[kept] for name, values in batch.fields.items()}
-    return replace(batch, spans=_with_any(spans), temperatures=batch.temperatures[kept], fields=fields)
+    index = torch.from_numpy(places)
+    fields = {name: values[index] for name, values in batch.fields.items()}
+    return replace(batch, spans=spans, temperatures=batch.temperatures[index], fields=fields)
 
 
 def _with_any(spans: Sequence[Span]) -> list[Span]:

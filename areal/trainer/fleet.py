@@ -160,19 +160,12 @@ class Fleet(Closing):
         """The next `count` finished groups; waits for them."""
         return self.cluster.wait(self._running.take(count))
 
-    def pop_rejected(self) -> list[int]:
-        """Numbers of the tasks that were rejected since the last call."""
+    def pop_lost(self) -> tuple[list[int], Tally]:
+        """The numbers of the tasks that were rejected since the last call, and the groups of them that were sampled and
+        became too old. In one call, because the trainer waits for its turn on the event loop."""
 
-        async def pop() -> list[int]:
-            return self._running.pop_rejected()
-
-        return self.cluster.wait(pop())
-
-    def pop_dropped(self) -> Tally:
-        """The groups that were sampled and became too old to be trained, since the last call."""
-
-        async def pop() -> Tally:
-            return self._running.pop_dropped()
+        async def pop() -> tuple[list[int], Tally]:
+            return self._running.pop_rejected(), self._running.pop_dropped()
 
         return self.cluster.wait(pop())
 

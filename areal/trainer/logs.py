@@ -13,10 +13,12 @@ import heapq
 import json
 import math
 import os
+import re
 import shutil
+import socket
+import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -36,6 +38,8 @@ if TYPE_CHECKING:  # it loads what answers HTTP requests, which few runs need
 METRICS_FILE = "metrics.jsonl"
 ROLLOUTS_FILE = "rollouts.jsonl"
 BOARD_DIRECTORY = "tensorboard"
+NOT_IN_TAGS = re.compile(r"[^-/\w.]")
+"""What TensorBoard's own writers replace in the name of a curve."""
 
 logger = getLogger("trainer")
 
@@ -140,9 +144,7 @@ class _StepLines:
             self._catch_up(rows[-1]["step"])
             return
         try:
-            unwritten = memoryview(b"".join(map(_line, rows)))
-            while unwritten:
-                unwritten = unwritten[self._file.write(unwritten) :]
+            _write(self._file, b"".join(map(_line, rows)))
         except OSError as error:
             self._fall_behind(error)
 
@@ -173,7 +175,7 @@ class _Board:
         """What is there of `first_step` and later ones is replaced by what the store has of them."""
         self._run_dir = run_dir
         self._directory = run_dir / BOARD_DIRECTORY
-        self._writer: Any = None
+        self._file: BinaryIO | None = None
         """None = it is behind."""
         self._first_missing = first_step
         self._said = False
@@ -182,7 +184,7 @@ class _Board:
         self._catch_up(last_step)
 
     def write(self, step: int, values: Mapping[str, float | None]) -> None:
-        if self._writer is None:
+        if self._file is None:
             self._catch_up(step)
             return
         try:
@@ -191,9 +193,8 @@ class _Board:
             self._fall_behind(step, error)
 
     def close(self) -> None:
-        if self._writer is not None:
-            with suppress(OSError):
-                self._writer.close()
+        if self._file is not None:
+            self._file.close()
 
     def _catch_up(self, last_step: int) -> None:
         first = self._first_missing
@@ -208,34 +209,51 @@ class _Board:
 
     def _fall_behind(self, step: int, error: OSError) -> None:
         self.close()
-        self._writer, self._first_missing = None, step
+        self._file, self._first_missing = None, step
         if not self._said:
             logger.warning("%s cannot be written (%s); it is brought up to date later", self._directory, error.strerror)
         self._said = True
 
     def _open(self, first_step: int) -> None:
         # Imported here because it takes a tenth of a second and only a run that is being trained needs it.
-        from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import Event, SessionLog
 
         self._directory.mkdir(parents=True, exist_ok=True)
         # Files are read in the order of their names, which begin with the second.
-        self._writer = EventsWriter(str(self._directory / "events"), f".{time.monotonic_ns():020d}")
+        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{time.monotonic_ns():020d}"
+        self._file = (self._directory / name).open("ab", buffering=0)
+        self._append(Event(wall_time=time.time(), file_version="brain.Event:2"))
         if first_step > 0:
             start = SessionLog(status=SessionLog.START)
-            self._writer.write_event(Event(wall_time=time.time(), step=first_step, session_log=start))
+            self._append(Event(wall_time=time.time(), step=first_step, session_log=start))
 
     def _add(self, step: int, values: Mapping[str, float | None]) -> None:
         from tensorboardX.proto.event_pb2 import Event
         from tensorboardX.proto.summary_pb2 import Summary
-        from tensorboardX.summary import scalar
 
-        summary = Summary()
-        for name, value in finite(values).items():
-            if value is not None:
-                summary.MergeFrom(scalar(name, value))
-        self._writer.write_event(Event(wall_time=time.time(), step=step, summary=summary))
-        self._writer.flush()
+        curves = [
+            Summary.Value(tag=NOT_IN_TAGS.sub("_", name).lstrip("/"), simple_value=value)
+            for name, value in finite(values).items()
+            if value is not None
+        ]
+        self._append(Event(wall_time=time.time(), step=step, summary=Summary(value=curves)))
+
+    def _append(self, event: Any) -> None:
+        """A record as TensorBoard reads it. tensorboardX's own writer would wait in each step until the disk has it."""
+        from tensorboardX.record_writer import masked_crc32c
+
+        content = event.SerializeToString()
+        length = struct.pack("<Q", len(content))
+        checks = [struct.pack("<I", masked_crc32c(part)) for part in (length, content)]
+        assert self._file is not None, "it was opened"
+        _write(self._file, b"".join((length, checks[0], content, checks[1])))
+
+
+def _write(file: BinaryIO, content: bytes) -> None:
+    """The operating system has all of it when this returns; a file that is not buffered may take a part at a time."""
+    unwritten = memoryview(content)
+    while unwritten:
+        unwritten = unwritten[file.write(unwritten) :]
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:

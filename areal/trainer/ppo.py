@@ -69,12 +69,13 @@ class PPOTraining(TrainingWork):
     ) -> TrainResult:
         """Train to the last step, or to Ctrl-C; everything is saved either way."""
         config = self.config
-        filtered = "actor.dynamic_sampling" if config.algorithm.dynamic_sampling else None
+        dynamic_sampling = config.algorithm.dynamic_sampling
+        filtered = "actor.dynamic_sampling" if dynamic_sampling else None
         filtered = filtered if dynamic_filter_fn is None else name_of(dynamic_filter_fn)
         self._sampled_by |= {**train_spec.described(), "filter": filtered}
         threads = plan_threads(config.rollout.max_head_offpolicyness, config.scheduler.threads)
         torch.set_num_threads(threads.trainer)
-        plan = _Plan(config, self._tasks, self._valid, dynamic_filter_fn)
+        plan = _Plan(config, self._tasks, self._valid, dynamic_filter_fn, dynamic_sampling)
         return self._until_no_rank_is_lost(lambda: self._attempt(plan, train_spec, eval_spec, threads))
 
     def _attempt(
@@ -151,9 +152,11 @@ class _Plan:
     valid: Tasks
     """Held-out tasks; empty = nothing is evaluated."""
     filter: GroupFilter | None
+    dynamic_sampling: bool
+    """Groups whose episodes all have one reward are not trained on. `config` would work it out for each group."""
 
     def keep(self, group: GroupResult) -> bool:
-        if self.config.algorithm.dynamic_sampling and len({episode.reward for episode in group.episodes}) < 2:
+        if self.dynamic_sampling and len({episode.reward for episode in group.episodes}) < 2:
             return False
         return self.filter is None or self.filter(tensors_of_group(group))
 
@@ -202,9 +205,9 @@ class _PPORun(TrainingRun):
             weights = self._engine.publish(self._config.rollout.dtype)
             figures = {**self._figures(began, taken, trained), **step_figures(groups, version, learned.figures)}
             figures |= {f"{name}_seconds": seconds for name, seconds in learned.seconds.items()}
-            dropped = self._fleet.pop_dropped()
+            rejected, dropped = self._fleet.pop_lost()
             row = self._journal.commit(self._step + 1, groups, weights, figures, learned.rows, dropped)
-            self._settle(groups)
+            self._settle(groups, rejected)
             try:
                 self._publish(weights)
             finally:  # what is committed is exported, even if the engine never got these weights
@@ -228,10 +231,10 @@ class _PPORun(TrainingRun):
                 self._between_steps = False  # nothing was changed
             raise
 
-    def _settle(self, groups: list[GroupResult]) -> None:
+    def _settle(self, groups: list[GroupResult], rejected: list[int]) -> None:
         """The step is written down: from here on a checkpoint must have it."""
         self._step, self._between_steps = self._step + 1, False
-        for task_id in (*(group.task_id for group in groups), *self._fleet.pop_rejected()):
+        for task_id in (*(group.task_id for group in groups), *rejected):
             self._settled.add(task_id)
 
     def _begin(self) -> None:

@@ -192,16 +192,18 @@ class PolicyUpdate:
         whole = without_forced(whole)
         kept = self._kept(whole)
         whole.fields["kept"] = kept
-        trained = select(whole, kept)
-        if not trained.spans:
+        needs_proximal = self._decoupled or self._recompute or bool((whole.fields["unreported"] & kept).any())
+        needs_reference = self._reference is not None and algorithm.kl_in == "loss"
+        if not (needs_proximal or needs_reference) or not bool(kept.any()):
             return whole, figures
-        unreported = trained.fields["unreported"]
-        if self._decoupled or self._recompute or bool(unreported.any()):
+        trained = select(whole, kept)
+        if needs_proximal:
+            unreported = trained.fields["unreported"]
             proximal = trained.fields.get("proximal")
             proximal = self._scored("proximal", self._engine, trained) if proximal is None else proximal
             trained.fields["proximal"] = proximal
             trained.fields["behaviour"] = torch.where(unreported, proximal, trained.fields["behaviour"])
-        if self._reference is not None and algorithm.kl_in == "loss":
+        if self._reference is not None and needs_reference:
             trained.fields["reference"] = self._scored("reference", self._reference, trained)
         if self._decoupled:
             figures |= self._correct(trained)

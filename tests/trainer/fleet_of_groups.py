@@ -87,11 +87,8 @@ class FleetOfGroups(Closing):
         assert self._evaluate is not None
         return self._evaluate(tasks, **how)
 
-    def pop_rejected(self) -> list[int]:
-        return []
-
-    def pop_dropped(self) -> Tally:
-        return Tally()
+    def pop_lost(self) -> tuple[list[int], Tally]:
+        return [], Tally()
 
     def cpu_seconds(self) -> dict[str, float]:
         return {"driver": 0.0}

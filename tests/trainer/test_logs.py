@@ -1,6 +1,7 @@
 """metrics.jsonl, TensorBoard and rollouts.jsonl: readable at once, and brought to what the run's store has."""
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -84,13 +85,16 @@ def test_lines_from_before_there_was_a_store_stay(tmp_path: Path, store: StoreWr
 def scalars(run_dir: Path) -> list[tuple[int, str, float]]:
     """What a reader of the event files sees, in the order in which TensorBoard reads them."""
     from tensorboardX.proto.event_pb2 import Event, SessionLog
+    from tensorboardX.record_writer import masked_crc32c
 
     found: list[tuple[int, str, float]] = []
     for path in sorted((run_dir / "tensorboard").glob("events.out.tfevents.*")):
         content = path.read_bytes()
         while content:
             length = int.from_bytes(content[:8], "little")
-            event, content = Event.FromString(content[12 : 12 + length]), content[16 + length :]
+            record, checks = content[12 : 12 + length], (content[8:12], content[12 + length : 16 + length])
+            assert [masked_crc32c(content[:8]), masked_crc32c(record)] == [int.from_bytes(c, "little") for c in checks]
+            event, content = Event.FromString(record), content[16 + length :]
             if event.session_log.status == SessionLog.START:
                 found = [each for each in found if each[0] < event.step]
             found += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
@@ -107,6 +111,13 @@ def test_tensorboard_has_every_step_once_also_after_a_kill(tmp_path: Path, store
     assert scalars(tmp_path) == [(step, "reward", step) for step in (1, 2, 3)]
     MetricsLog(tmp_path, 3, board_from=0).close()
     assert scalars(tmp_path) == [(step, "reward", step) for step in (1, 2, 3)]
+
+
+def test_tensorboard_gets_the_names_that_it_allows_and_no_infinities(tmp_path: Path, store: StoreWriter) -> None:
+    commit(store, 1)
+    with MetricsLog(tmp_path) as log:
+        log.write(1, {"/rollout/how good?": 0.5, "kl": math.inf})
+    assert scalars(tmp_path) == [(1, "rollout/how_good_", 0.5)]
 
 
 def test_run_that_has_not_begun_has_no_rows(tmp_path: Path) -> None:

@@ -27,6 +27,9 @@ from areal.engine.training.token_sets import DrawnFrom
 HEAD_ELEMENTS = 1 << 24
 """Logits held at once: rows times vocabulary."""
 
+NO_POWER = -1000.0
+"""The exponential of this, and of anything below it, is 0, also in double precision."""
+
 Temperatures: TypeAlias = Tensor | float
 """One for each asked token, or one for all."""
 
@@ -130,10 +133,12 @@ def _softmax(
         drawn.limit(logits)
     largest = logits.amax(1, keepdim=True)
     picked = logits.view(-1)[_places(logits, picks)]
-    powers = logits.sub_(largest).exp_()
+    shifted = logits.sub_(largest)
+    weighted = None if entropies is None else shifted.clamp(min=NO_POWER)  # of -inf, 0 times -inf would be NaN
+    powers = shifted.exp_()
     sums = powers.sum(1)
-    if entropies is not None:  # log Σ e^x - Σ x e^x / Σ e^x
-        entropies.copy_((sums.log() + torch.special.entr(powers).sum(1) / sums)[picks.rows])
+    if entropies is not None and weighted is not None:  # log Σ e^x - Σ x e^x / Σ e^x
+        entropies.copy_((sums.log() - weighted.mul_(powers).sum(1) / sums)[picks.rows])
     return picked - (largest.squeeze(1) + sums.log())[picks.rows], powers, sums
 
 

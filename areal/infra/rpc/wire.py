@@ -66,12 +66,13 @@ def _build_group(values: list[Any]) -> GroupResult:
     if columns and len(columns) != len(_ROW_FIELDS):
         raise TypeError(f"Row has the fields {list(_ROW_FIELDS)}, received {len(columns)} columns")
     rows = [Row(*each) for each in zip(*map(split, columns), strict=True)]
-    if sum(count for count, *_ in episodes) != len(rows):
-        raise ValueError(f"episodes of {[count for count, *_ in episodes]} rows cannot be made of {len(rows)}")
+    if any(len(each) != 1 + len(_EPISODE_FIELDS) for each in episodes):
+        raise TypeError(f"Episode has the fields {list(_EPISODE_FIELDS)} beside its rows, received others")
+    counts = [each[0] for each in episodes]
+    if sum(counts) != len(rows):
+        raise ValueError(f"episodes of {counts} rows cannot be made of {len(rows)}")
     left = iter(rows)
-    built = [
-        Episode(list(islice(left, count)), **dict(zip(_EPISODE_FIELDS, own, strict=True))) for count, *own in episodes
-    ]
+    built = [Episode(list(islice(left, count)), *own) for count, *own in episodes]
     return GroupResult(episodes=built, **dict(zip(_GROUP_FIELDS, rest, strict=True)))
 
 
