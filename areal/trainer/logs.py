@@ -19,6 +19,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -149,8 +150,7 @@ class _StepLines:
             self._fall_behind(error)
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
+        _close(self._file)
 
     def _catch_up(self, last_step: int) -> None:
         try:
@@ -193,8 +193,7 @@ class _Board:
             self._fall_behind(step, error)
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
+        _close(self._file)
 
     def _catch_up(self, last_step: int) -> None:
         first = self._first_missing
@@ -254,6 +253,13 @@ def _write(file: BinaryIO, content: bytes) -> None:
     unwritten = memoryview(content)
     while unwritten:
         unwritten = unwritten[file.write(unwritten) :]
+
+
+def _close(file: BinaryIO | None) -> None:
+    """A file system of the network may say only now that it had no room; the store has what is missing."""
+    if file is not None:
+        with suppress(OSError):
+            file.close()
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:

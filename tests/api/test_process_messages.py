@@ -1,8 +1,9 @@
 """How old an episode and a group are, and how much of them is trained."""
 
 import numpy as np
+import pytest
 
-from areal.api.messages import Episode, GroupResult, Row
+from areal.api.messages import FEW_TOKENS, Episode, GroupResult, Row
 
 
 def row(versions: list[int]) -> Row:
@@ -15,6 +16,15 @@ def row(versions: list[int]) -> Row:
 def test_versions_and_tokens_are_those_of_sampled_tokens() -> None:
     episode = Episode([row([-1, -1, 3, 3]), row([-1, 4])], reward=1.0)
     assert (episode.oldest_version, episode.newest_version, episode.trained_tokens) == (3, 4, 3)
+
+
+@pytest.mark.parametrize("length", [1, FEW_TOKENS, FEW_TOKENS + 1, 1000])
+def test_versions_of_rows_of_any_length_are_plain_numbers(length: int) -> None:
+    versions = [-1, *range(7, 7 + length)]
+    episode = Episode([row(versions[::-1]), row([-1])], reward=1.0)
+    found = (episode.oldest_version, episode.newest_version, episode.trained_tokens)
+    assert found == (7, 6 + length, length)
+    assert [type(each) for each in found] == [int, int, int]
 
 
 def test_episode_that_trains_nothing_has_no_version() -> None:

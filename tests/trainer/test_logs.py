@@ -1,9 +1,11 @@
 """metrics.jsonl, TensorBoard and rollouts.jsonl: readable at once, and brought to what the run's store has."""
 
+import errno
 import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import numpy as np
 import pytest
@@ -118,6 +120,47 @@ def test_tensorboard_gets_the_names_that_it_allows_and_no_infinities(tmp_path: P
     with MetricsLog(tmp_path) as log:
         log.write(1, {"/rollout/how good?": 0.5, "kl": math.inf})
     assert scalars(tmp_path) == [(1, "rollout/how_good_", 0.5)]
+
+
+class _FileOfANetwork:
+    """Where the quota is exceeded, it refuses what is written, and says so again when it is closed."""
+
+    is_full = False
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+
+    def write(self, content: bytes) -> int:
+        self._check()
+        return self._file.write(content)
+
+    def close(self) -> None:
+        self._file.close()
+        self._check()
+
+    def _check(self) -> None:
+        if self.is_full:
+            raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+
+def test_files_that_cannot_even_be_closed_are_brought_up_to_date_later(
+    tmp_path: Path, store: StoreWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = Path.open
+
+    def of_network(path: Path, *args: Any, **kwargs: Any) -> Any:
+        file: Any = plain(path, *args, **kwargs)
+        return _FileOfANetwork(file) if kwargs.get("buffering") == 0 else file
+
+    monkeypatch.setattr(Path, "open", of_network)
+    with MetricsLog(tmp_path) as log:
+        for step in range(1, 5):
+            commit(store, step, reward=step)
+            monkeypatch.setattr(_FileOfANetwork, "is_full", step in (2, 3))
+            log.write(step, {"reward": step})
+        monkeypatch.setattr(_FileOfANetwork, "is_full", True)
+    assert read_metrics(tmp_path) == [{"step": step, "reward": step} for step in range(1, 5)]
+    assert scalars(tmp_path) == [(step, "reward", step) for step in range(1, 5)]
 
 
 def test_run_that_has_not_begun_has_no_rows(tmp_path: Path) -> None:

@@ -88,11 +88,11 @@ class KeyValueCache:
 
     def copy(self, source: int, rows: Sequence[int], length: int) -> None:
         """Fill rows with the first positions of row `source`; all of them were put for one length."""
-        if not rows:
-            return
         place = self._slots[source]
-        slots = torch.tensor([self._slots[row].slot for row in rows], device=self.device)
-        place.pool.data[:, slots, :, :length] = place.pool.block(place.slot, length)[:, None]
+        blocks = place.pool.data[:, :, :, :length]
+        block = blocks.select(1, place.slot)
+        for row in rows:  # one assignment to all of them, by an index, takes up to three times as long
+            blocks.select(1, self._slots[row].slot).copy_(block)
 
     def keep(self, rows: int) -> None:
         """Free all but the first `rows` rows."""
