@@ -347,7 +347,7 @@ async def _left_in(engine: EmbeddedEngine) -> dict[str, int]:
 
 def _cache_rows(engine: EmbeddedEngine) -> int:
     cache: Any = engine._runner._cache  # type: ignore[attr-defined]
-    return sum(len(pool.owners) for pool in cache.pools)
+    return sum(pool.rows for pool in cache.pools)
 
 
 # ----------------------------------------------------------------------- 3. and 4. processes that die, bad agents
