@@ -99,12 +99,15 @@ class TimedTree(Tree):
         return ids
 
 
-def converse(renderer: Renderer, turn: Turn, *, forget: bool = False, weigh: bool = False) -> Costs:
-    """One conversation as a client holds it; `forget` = nothing of an earlier call is used to read the next."""
+def converse(renderer: Renderer, turn: Turn, first: int, *, forget: bool = False, weigh: bool = False) -> Costs:
+    """One conversation as a client holds it, whose turns are numbered from `first` on: what was said before is known.
+
+    `forget` = nothing of an earlier call is used to read the next.
+    """
     tree, costs = TimedTree(renderer), Costs()
     messages: list[dict[str, Any]] = [{"role": "system", "content": WORDS}, {"role": "user", "content": WORDS}]
     for number in range(TURNS):
-        answer, newer = turn(number, renderer)
+        answer, newer = turn(first + number, renderer)
         output = [*renderer.encode(answer), renderer.tokenizer.eos_token_id]
         wire = orjson.dumps(messages)
         if forget:
@@ -198,12 +201,12 @@ def measure(tokenizer: Any) -> dict[str, tuple[Costs, Costs]]:
     peers: dict[str, list[Costs]] = {name: [] for name in KINDS}
     for number in range(ROUNDS):
         for name, turn in KINDS.items():
-            ours[name].append(converse(renderer, turn))
+            ours[name].append(converse(renderer, turn, number * TURNS))
             if number < 2:
-                peers[name].append(converse(whole, turn, forget=True))
+                peers[name].append(converse(whole, turn, number * TURNS, forget=True))
     found = {name: (best_of(ours[name]), best_of(peers[name])) for name in KINDS}
     for name, turn in KINDS.items():
-        found[name][0].stored = converse(renderer, turn, weigh=True).stored
+        found[name][0].stored = converse(renderer, turn, ROUNDS * TURNS, weigh=True).stored
     return found
 
 
